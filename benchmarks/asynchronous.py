@@ -214,9 +214,8 @@ def table(options: Any) -> str:
             f"{statistics.median(values):15.3g}" if values else f"{'-':>15}" for values in medians
         )
         mean = statistics.mean(row["time/step_s"] for row in rows if row["step"] > 1)
-        lines.append(
-            f"{variant:22}{f'{len(goals)} of {begun}':>9}{steps:7.0f}{seconds:9.0f}{mean:13.1f}{cells}"
-        )
+        reached = f"{len(goals)} of {begun}"
+        lines.append(f"{variant:22}{reached:>9}{steps:7.0f}{seconds:9.0f}{mean:13.1f}{cells}")
     return "\n".join(lines)
 
 

@@ -100,7 +100,9 @@ def run(part: Part, log: Path, timeout_s: float) -> str:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return f"over its {timeout_s:.0f} s"
-        finally:  # also of an interrupt: the process, and those that it started, which have groups of their own
+        finally:
+            # Also of an interrupt: the process, and those that it started, which have groups of
+            # their own.
             for entry in Path("/proc").glob("[0-9]*"):
                 with suppress(OSError):  # ended meanwhile
                     if os.getsid(int(entry.name)) == process.pid:

@@ -42,7 +42,8 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return f"{self.benchmark}-{self.workload}-{self.threads}-{'alone' if self.is_alone else 'beside'}"
+        company = "alone" if self.is_alone else "beside"
+        return f"{self.benchmark}-{self.workload}-{self.threads}-{company}"
 
 
 def cells(workloads: Sequence[str], threads: Sequence[int]) -> Iterator[Cell]:

@@ -168,7 +168,8 @@ def table(results: Mapping[str, Any]) -> str:
             f"{workload}, {found['compute']}, {found['tokens_a_forward']:.0f} tokens a forward"
         )
         lines.append(
-            f"{'phase':<22}{'seconds':>8}{'work':>14}{'rate':>14}{'measured peak':>16}{'reached':>9}"
+            f"{'phase':<22}{'seconds':>8}{'work':>14}{'rate':>14}"
+            f"{'measured peak':>16}{'reached':>9}"
         )
         for name, phase in found["phases"].items():
             lines.append(_line(name, phase))
@@ -189,7 +190,10 @@ def _line(name: str, phase: Mapping[str, Any]) -> str:
     done, rate, peak = (
         f"{number / 1e9:.0f} G{unit}" for number in (work, phase["rate"], phase["peak"])
     )
-    return f"{name:<22}{phase['seconds']:8.2f}{done:>14}{rate + '/s':>14}{peak + '/s':>16}{phase['fraction']:9.0%}"
+    return (
+        f"{name:<22}{phase['seconds']:8.2f}{done:>14}{rate + '/s':>14}{peak + '/s':>16}"
+        f"{phase['fraction']:9.0%}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,5 +1,5 @@
-"""Servers with a fault, each refused by the check of the weights: ``python -m benchmarks.server_mutants
-http://127.0.0.1:8000``.
+"""Servers with a fault, each refused by the check of the weights:
+``python -m benchmarks.server_mutants http://127.0.0.1:8000``.
 
 A proxy before a real vLLM server makes the faults: it loads other weights than it was told to, does
 not clear the cache, or changes the log-probs. The server is started by ``gruppo serve MODEL --

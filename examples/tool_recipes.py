@@ -1,5 +1,5 @@
-"""Tools: a model learns to call a calculator on products that it cannot do in its head, and to search
-a corpus and read the answer out of what it finds.
+"""Tools: a model learns to call a calculator on products that it cannot do in its head, and to
+search a corpus and read the answer out of what it finds.
 
     gruppo train examples/tool_recipes.py:tool_calculator
     gruppo train examples/tool_recipes.py:tool_search

@@ -181,7 +181,7 @@ def evaluated(had: float, *pairs: tuple[float, float]) -> list[dict[str, float]]
     ]
 
 
-def test_runs_are_compared_at_the_time_that_all_have_had_and_by_their_last_evaluation_until_then() -> (
+def test_runs_are_compared_at_the_time_that_all_have_had_by_their_last_evaluation_until_then() -> (
     None
 ):
     found = {

@@ -137,15 +137,16 @@ def test_a_run_s_folder_becomes_a_table_and_a_file(tmp_path, capsys):
         return "abc" if image.mean() > 100 else ""
 
     options = [
-        "--data", DATA + ",clean=no", "--source", DATA + ",set=1", "--lines", "3", "--grid-lines", "2",
-        "--head-steps", "2", "--json", str(tmp_path / "rows.json"),
+        "--data", DATA + ",clean=no", "--source", DATA + ",set=1", "--lines", "3",
+        "--grid-lines", "2", "--head-steps", "2", "--json", str(tmp_path / "rows.json"),
     ]  # fmt: skip
     lines.main([f"mine={tmp_path / 'run'}", *options], read=read)
     shown = capsys.readouterr().out
     rows = json.loads((tmp_path / "rows.json").read_text())
     names = [row["name"] for row in rows]
     assert names[2:] == [
-        "true parameters", "best constant", "head taught by pictures", "head taught by parameters", "the run's head",
+        "true parameters", "best constant", "head taught by pictures",
+        "head taught by parameters", "the run's head",
     ]  # fmt: skip
     assert "direct back-propagation has no gradient" in shown and shown.count("| mine |") == 7
     untrained = [row["accuracy"] for row in rows if row["name"] in ("nominal", "the run's head")]

@@ -23,17 +23,22 @@ from gruppo.rewards.registry import resolve_reward
 
 TRAIN = """
 import builtins, os, signal, sys, warnings
-import torch, transformers, peft, rich.console, multiprocessing.connection, subprocess  # need what is hidden below
-for name in ("fork", "forkpty", "killpg", "getuid", "geteuid", "setsid", "getpgid", "sched_getaffinity", "mkfifo",
-             "getloadavg", "pread", "pwrite", "statvfs", "chown", "register_at_fork"):
+# These need what is hidden below.
+import torch, transformers, peft, rich.console, multiprocessing.connection, subprocess
+for name in ("fork", "forkpty", "killpg", "getuid", "geteuid", "setsid", "getpgid",
+             "sched_getaffinity", "mkfifo", "getloadavg", "pread", "pwrite", "statvfs", "chown",
+             "register_at_fork"):
     delattr(os, name)
-for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGKILL", "SIGALRM", "SIGQUIT", "setitimer", "pthread_sigmask"):
+for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGKILL", "SIGALRM", "SIGQUIT", "setitimer",
+             "pthread_sigmask"):
     delattr(signal, name)
-warnings.filterwarnings("error", category=EncodingWarning, module=r"gruppo")  # text files are UTF-8 on any system
+# Text files are UTF-8 on any system.
+warnings.filterwarnings("error", category=EncodingWarning, module=r"gruppo")
 plain, refused = builtins.__import__, []
 
 def hiding(name, globals=None, *rest, **named):
-    if name in ("fcntl", "resource") and (globals or {}).get("__name__", "").startswith("gruppo"):  # psutil needs them
+    importer = (globals or {}).get("__name__", "")
+    if name in ("fcntl", "resource") and importer.startswith("gruppo"):  # psutil needs them
         refused.append(name)
         raise ImportError(name)
     return plain(name, globals, *rest, **named)

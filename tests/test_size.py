@@ -15,7 +15,7 @@ DENSITY_OF_A_PART = 10.5
 PAGE_BYTES = 80_000
 LARGE = 78
 """Functions above 400 syntax nodes or 18 names."""
-SPLATS = 26
+SPLATS = 0
 """Dicts of keywords that are built and splatted in the next statement."""
 
 

@@ -129,16 +129,21 @@ def test_every_entry_that_names_code_is_listed(tmp_path, capsys, clean, evil, en
     ("settings", "names"),
     [
         ({"model": "restore:/x/net.py:Net"}, ["/x/net.py:Net"]),
-        ({"reward": ["json:loads", "exact_match", "keywords:because", "reward_model:/m,trust_remote_code=true"]},
+        ({"reward": ["json:loads", "exact_match", "keywords:because",
+                     "reward_model:/m,trust_remote_code=true"]},
          ["json:loads", "reward_model:/m,trust_remote_code=true"]),
-        ({"track": ["wandb", "/x/t.so:T"], "data": "reasoning_gym:json", "supervised": {"data": "/x/rows.py:f"}},
+        ({"track": ["wandb", "/x/t.so:T"], "data": "reasoning_gym:json",
+          "supervised": {"data": "/x/rows.py:f"}},
          ["/x/rows.py:f"]),
         ({"reward": ["code_tests:timeout_s=5,sandbox=podman run img", "code_tests"]},
          ["code_tests:timeout_s=5,sandbox=podman run img"]),
-        ({"restoration": {"consistency": "/x/c.py:blur"}, "trust_remote_code": False}, ["/x/c.py:blur"]),
-        ({"engine": {"kind": "vllm", "urls": ["http://a:8000", "b:1,c:2"], "publish_dir": "/shared"}},
+        ({"restoration": {"consistency": "/x/c.py:blur"}, "trust_remote_code": False},
+         ["/x/c.py:blur"]),
+        ({"engine": {"kind": "vllm", "urls": ["http://a:8000", "b:1,c:2"],
+                     "publish_dir": "/shared"}},
          ["engine.urls=http://a:8000", "engine.urls=b:1,c:2", "engine.publish_dir=/shared"]),
-        ({"trust_remote_code": True, "reward": ["process_reward:/m,trust_remote_code=False"]}, ["trust_remote_code"]),
+        ({"trust_remote_code": True, "reward": ["process_reward:/m,trust_remote_code=False"]},
+         ["trust_remote_code"]),
     ],
 )  # fmt: skip
 def test_names_of_code_are_found_wherever_they_are(settings, names):
@@ -359,8 +364,8 @@ def test_a_flipped_byte_in_the_final_model_is_refused_and_resume_writes_it_again
         ["eval", str(run), "--prompts", "2"],
         ["export", str(run), str(tmp_path / "out")],
         ["train", recipe, "--model", str(run), "--runs-dir", str(tmp_path / "runs")],
-        ["train", recipe, "--critic.kind", "separate", "--objective", "ppo", "--critic.model", str(run),
-         "--runs-dir", str(tmp_path / "runs")],
+        ["train", recipe, "--critic.kind", "separate", "--objective", "ppo",
+         "--critic.model", str(run), "--runs-dir", str(tmp_path / "runs")],
     ):  # fmt: skip
         code, line = gives(capsys, *command)
         assert (

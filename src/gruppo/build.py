@@ -729,8 +729,8 @@ def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.
                 "norm": group.norm,
             }
         )
-    # The critic's parameters follow the policy's, as in Run.parameters. A head on the policy's trunk
-    # is clipped with it, a network of its own apart.
+    # The critic's parameters follow the policy's, as in Run.parameters. A head on the policy's
+    # trunk is clipped with it, a network of its own apart.
     if critic is not None:
         params = [p for p in critic.module.parameters() if p.requires_grad]
         norm = "norm" if critic.is_shared else "critic_norm"

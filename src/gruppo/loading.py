@@ -272,8 +272,9 @@ def describe_error(error: BaseException) -> tuple[str, int]:
         message, code = error.message(as_flag), error.exit_code
     elif type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported here
         first = str(error).partition(". GPU")[0].removeprefix("CUDA out of memory. ")
-        message = f"""the GPU's memory ran out ({first}). Train a smaller --model, or an adapter with --lora.rank 16;
-            set a lower --rollout.max-new-tokens; end other processes on the GPU; or set --device cpu."""
+        message = f"""the GPU's memory ran out ({first}). Train a smaller --model, or an
+            adapter with --lora.rank 16; set a lower --rollout.max-new-tokens; end other processes
+            on the GPU; or set --device cpu."""
     elif place is not None:
         message = f"{place}, raised {what}. Correct the function, then try again."
     elif isinstance(error, OSError) and error.errno is not None:

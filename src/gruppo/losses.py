@@ -293,25 +293,34 @@ class PPOLoss(_PolicyLoss):
                 f"value_clip={clip:g} needs old_values. Pass them, or set value_clip=0."
             )
         _check(policy_logprobs, mask, values=values, entropy=entropy, old_values=old_values)
-        inputs = {
-            "advantages": advantages,
-            "old_logprobs": old_policy_logprobs,
-            "returns": returns,
-        }
-        _check(policy_logprobs, mask, is_finite=True, **inputs)
-        if old_values is not None:
-            inputs["old_values"] = old_values
+        _check(
+            policy_logprobs,
+            mask,
+            is_finite=True,
+            advantages=advantages,
+            old_logprobs=old_policy_logprobs,
+            returns=returns,
+        )
 
         def columns(x: Tensor) -> Tensor:
             return x[:, None] if x.ndim == 1 else x  # [batch] is one action per row
+
+        def stored(x: Tensor) -> Tensor:
+            return columns(x).detach()
 
         nats = None if entropy is None else columns(entropy)
         likelihood = Likelihood(columns(policy_logprobs), nats, values=columns(values))
         # core halves the square
         coefficients = {"value": 2 * self.value_loss_coef, "entropy": -self.entropy_coef}
-        stored = {name: columns(x).detach() for name, x in inputs.items()}
-        terms, stats = self._terms(likelihood, columns(mask), coefficients, **stored)
-        return terms, stats
+        return self._terms(
+            likelihood,
+            columns(mask),
+            coefficients,
+            advantages=stored(advantages),
+            old_logprobs=stored(old_policy_logprobs),
+            returns=stored(returns),
+            old_values=None if old_values is None else stored(old_values),
+        )
 
 
 def _rows(

@@ -123,7 +123,7 @@ def test_constant_rewards_have_advantages_of_exactly_zero(baseline, scale):
     "preset", [name for name in PRESETS if name != "ppo"]
 )  # a critic's are not of rewards alone
 @pytest.mark.parametrize("other", [0.35, 0.36])
-def test_constant_rewards_are_silent_under_every_preset_and_under_the_batch_mean_only_over_all_ranks(
+def test_constant_rewards_are_silent_under_every_preset_and_the_batch_mean_only_over_all_ranks(
     preset, other
 ):
     """Three rows of 0.35 here and four on another rank: their mean is 0.35 and a rounding error, or

@@ -416,7 +416,7 @@ def test_a_kl_in_the_reward_is_no_term_of_the_loss_but_is_still_measured():
 
 
 @pytest.mark.silent_bug(37)
-def test_the_same_change_of_each_dimension_gives_one_ratio_under_dims_mean_and_its_power_under_sum():
+def test_the_same_change_of_each_dimension_gives_one_ratio_under_mean_and_its_power_under_sum():
     loss_mask, old = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.float64)
     for dims in (1, 4, 256):
         moved = old + dims * math.log(1.01)  # a density 1.01 times as high in each dimension

@@ -40,7 +40,7 @@ def test_a_moving_average_is_corrected_for_its_start_at_zero():
 
 
 @pytest.mark.silent_bug(21)
-def test_the_running_scale_of_the_first_batch_is_its_pooled_spread_within_groups_whatever_the_decay():
+def test_the_running_scale_of_the_first_batch_is_its_pooled_spread_within_groups():
     """1, 3 and 10, 30: (1 + 1 + 100 + 100) / (1 + 1) = 101, however far apart the groups are."""
     for decay in (0.0, 0.5, 0.99):
         advantages, _ = advantages_of([1, 3, 10, 30], [0, 0, 1, 1], decay=decay)

@@ -150,7 +150,7 @@ def test_vespo_by_hand():
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), logprobs)[0], row(-up, 0, down))
 
 
-def test_vespos_weight_is_one_where_the_policy_drew_the_row_itself_and_finite_where_it_would_not_have():
+def test_vespos_weight_is_one_where_the_policy_drew_the_row_and_finite_where_it_would_not_have():
     logprobs, loss_mask = row(-1, -2), torch.ones(1, 2, dtype=torch.bool)
     for advantages in (row(3, 3), row(-3, -3)):
         on_policy = vespo_surrogate(row(0, 0), logprobs, advantages, loss_mask)

@@ -157,7 +157,7 @@ def test_a_rank_that_fails_in_a_step_of_sharded_weights_ends_both(tmp_path):
     )
 
 
-def test_a_rank_whose_memory_runs_out_in_a_step_of_sharded_weights_ends_both_and_the_run_resumes_with_less(
+def test_a_rank_whose_memory_runs_out_with_sharded_weights_ends_both_and_the_run_resumes(
     tmp_path,
 ):
     file = recipe(tmp_path, saving__every=1, evaluation__prompts=0, distributed__shard="fsdp")

@@ -61,7 +61,11 @@ class SumsEnv(vf.Env[SumsEnvConfig]):
     async def run(self, task, agents):
         async with agents.player.interaction(task) as talk:
             segment = await talk.turn()
-            while self.taskset.config.asks and not segment.terminated and segment.last_reply != task.data.answer:
+            while (
+                self.taskset.config.asks
+                and not segment.terminated
+                and segment.last_reply != task.data.answer
+            ):
                 is_broken = self.taskset.config.broken and segment.last_reply[:1] in [*"abcdefg"]
                 if "hang" in segment.last_reply or is_broken:
                     raise KeyError("the environment broke")

@@ -44,9 +44,8 @@ def main() -> None:
         ]
         print(f"{name:34}{far[0]:10.1e}{far[1]:10.1e}", flush=True)
     ranks = over_ranks()
-    print(
-        f"{'two ranks, unequal rows and tokens':34}{ranks[torch.float64]:10.1e}{ranks[torch.float32]:10.1e}"
-    )
+    far = ranks[torch.float64], ranks[torch.float32]
+    print(f"{'two ranks, unequal rows and tokens':34}{far[0]:10.1e}{far[1]:10.1e}")
 
 
 def over_ranks() -> dict[torch.dtype, float]:

@@ -78,8 +78,12 @@ def test_an_adapted_layer_is_w_x_plus_alpha_over_rank_b_a_x():
         layer.lora_B["default"].weight,
         layer.base_layer.weight,
     )
-    by_hand = torch.stack([(w[o] * x[0]).sum() + 2.0 * sum(b[o, r] * (a[r] * x[0]).sum() for r in range(3))
-                           for o in range(48)])  # fmt: skip
+    by_hand = torch.stack(
+        [
+            (w[o] * x[0]).sum() + 2.0 * sum(b[o, r] * (a[r] * x[0]).sum() for r in range(3))
+            for o in range(48)
+        ]
+    )
     torch.testing.assert_close(layer(x)[0], by_hand, rtol=1e-12, atol=0)
 
 

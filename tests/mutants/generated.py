@@ -1,8 +1,8 @@
 """Mutants made by rule: one operator, number or condition of the numerical code is changed.
 
-The tests that may catch one are those that import its module, and those of its part that name what it defines. A sample is seeded by the commit, so
-that each run of CI tries others; survivors that cannot be caught are listed in ``survivors.txt``
-with the reason.
+The tests that may catch one are those that import its module, and those of its part that name what
+it defines. A sample is seeded by the commit, so that each run of CI tries others; survivors that
+cannot be caught are listed in ``survivors.txt`` with the reason.
 """
 
 from __future__ import annotations

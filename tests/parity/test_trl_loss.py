@@ -167,7 +167,7 @@ def test_the_entropy_bonus_is_trls_under_the_token_average(dtype: torch.dtype):
     assert_equal(gruppo_loss(DAPO, Case(), dtype=dtype, entropy_coef=0.05), theirs, dtype)
 
 
-def test_under_other_averages_trl_still_takes_the_entropy_over_tokens_and_we_the_objectives_average():
+def test_under_other_averages_trl_takes_the_entropy_over_tokens_and_we_the_objectives_average():
     theirs = trl_loss(Case(), dtype=EXACT, loss_type="grpo", entropy_coef=0.05)
     assert gruppo_loss(GRPO, Case(), dtype=EXACT, entropy_coef=0.05).distance(theirs)[1] > 1e-4
 

@@ -270,7 +270,8 @@ def f(x):
     frame, texts = sys._getframe(), []
     while frame: texts += map(repr, frame.f_locals.values()); frame = frame.f_back
     texts += [o for o in gc.get_objects() if isinstance(o, str)]
-    texts += [repr(o) for o in gc.get_objects() if isinstance(o, (dict, list, tuple)) and len(o) < 50]
+    kinds = dict, list, tuple
+    texts += [repr(o) for o in gc.get_objects() if isinstance(o, kinds) and len(o) < 50]
     word = 'oka' + 'pi-'
     at = [t for t in texts if word in t and 'oka' + chr(39) not in t]
     return at[0][at[0].index(word):][:10] if at else 'nothing found'
@@ -564,7 +565,8 @@ def test_data_without_tests_are_refused_before_anything_is_sampled_and_the_optio
         rewards.check(columns)
     with pytest.raises(
         DataError,
-        match=r"reads the column tests or test_list or input_output.*they have: answer.*column=NAME",
+        match=r"reads the column tests or test_list or input_output.*they have: answer.*"
+        r"column=NAME",
     ):
         rewards.check(["answer"])
     named = RewardSet(resolve_reward("code_tests:column=cases"))

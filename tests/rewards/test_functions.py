@@ -139,7 +139,7 @@ def test_a_missing_column_is_refused_before_sampling_with_the_columns_and_the_ne
         RewardSet(reward).score(rollouts_of(["a"]))
 
 
-def test_a_column_that_only_some_prompts_have_is_none_elsewhere_and_a_default_stands_in_for_one_that_no_prompt_has():
+def test_a_column_that_some_prompts_lack_is_none_there_and_one_that_all_lack_is_the_default():
     def reward(completions, level, colour="blue"):
         return [0.0 if x is None else x for x in level] if colour == "blue" else None
 

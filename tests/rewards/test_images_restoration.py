@@ -316,7 +316,7 @@ def test_accuracy_is_one_minus_the_edits_of_a_character_as_they_are_read():
 # --- nothing to compare with ----------------------------------------------------------------------
 
 
-def test_brisque_prefers_a_photograph_to_the_same_with_noise_or_blur_and_has_no_score_of_a_flat_one():
+def test_brisque_prefers_a_photograph_to_it_with_noise_or_blur_and_has_no_score_of_a_flat_one():
     pytest.importorskip("brisque")
     from skimage import data
 

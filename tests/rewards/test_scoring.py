@@ -88,7 +88,7 @@ def test_in_an_evaluation_a_row_that_lacks_a_part_is_unscored_although_its_group
 
 
 @pytest.mark.silent_bug(22)
-def test_in_an_evaluation_rewards_that_never_score_the_same_row_are_for_different_kinds_of_prompts():
+def test_in_an_evaluation_rewards_that_never_score_the_same_row_are_for_different_prompts():
     """b lacks only code, which never goes with maths; d lacks maths and code, which both go with
     form."""
     maths = fixed({"a": 1.0, "b": 2.0, "c": None, "d": None}, "maths")

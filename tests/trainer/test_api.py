@@ -176,7 +176,8 @@ def reward(completions, **_):
 
 print("before")
 gruppo.train(model=tiny.model(), data=DATA, reward=reward, runs_dir=RUNS, name="run", steps=4,
-             rollout__prompts=2, rollout__group_size=2, rollout__max_new_tokens=4, saving__every=1, show=False)
+             rollout__prompts=2, rollout__group_size=2, rollout__max_new_tokens=4, saving__every=1,
+             show=False)
 print("after")
 """
 

@@ -48,7 +48,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "epsilon of a mean": (
         {"objective": "grpo", "objective__dims": "mean"},
-        r"clip_high=0.2 of a mean over 192 dimensions .* 35 nats: it never clips.*objective.clip_unit nats",
+        r"clip_high=0.2 of a mean over 192 dimensions .* 35 nats: it never clips.*"
+        r"objective.clip_unit nats",
     ),
     "a clip that rounding sets off": (
         {"objective__clip_low": 1e-4, "objective__clip_high": 1e-4},

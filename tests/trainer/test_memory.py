@@ -291,7 +291,7 @@ def test_a_row_that_cannot_fit_is_refused_before_linux_ends_the_process(tmp_path
     assert full.asked
 
 
-def test_micro_batches_hold_four_or_two_of_the_longest_prompt_unless_the_budget_was_set_or_memory_is_short(
+def test_micro_batches_hold_four_or_two_of_the_longest_prompt_unless_set_or_memory_is_short(
     tmp_path, monkeypatch
 ):
     run = run_in(tmp_path)

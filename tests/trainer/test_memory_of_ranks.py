@@ -40,7 +40,7 @@ def refused(config: dict[str, Any], rows: int) -> None:
     raise AssertionError("a row that does not fit was not refused")
 
 
-def test_memory_that_runs_out_on_one_rank_cuts_the_micro_batches_of_both_and_the_step_is_that_of_one_process(
+def test_memory_that_runs_out_on_one_rank_cuts_the_micro_batches_of_both_and_the_step_is_equal(
     tmp_path,
 ):
     for name, ranks in (("one", 1), ("two", 2)):

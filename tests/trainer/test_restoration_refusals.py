@@ -83,7 +83,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "patches of a picture": (
         {"restoration__action": "pixels", "restoration__patches": 3},
-        r"none of the first 8 prompts .* can be used: .* is 8 x 8, which 3 x 3 patches do not divide",
+        r"none of the first 8 prompts .* can be used: .* is 8 x 8, which 3 x 3 patches do "
+        r"not divide",
     ),
     "no patch": (
         {"restoration__patches": 0},
@@ -91,7 +92,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an unknown consistency": (
         CONS | {"restoration__consistency": "equivarance"},
-        r"consistency='equivarance' is not one of reference, equivariance, degradation or FILE.py:function",
+        r"consistency='equivarance' is not one of reference, equivariance, degradation or "
+        r"FILE.py:function",
     ),
     "a consistency that is no function": (
         CONS | {"restoration__consistency": here("NO_FUNCTION")},
@@ -226,7 +228,10 @@ def test_a_grey_network_for_colour_data_is_refused_and_so_are_its_weights(tmp_pa
     grey = restoration_runs.degraded(tmp_path, "noise=25,crop=8,channels=1")
     path = trained(tmp_path, model="restore:dncnn:width=4,depth=2", data=grey, steps=1)
     colour = restoration_runs.config(tmp_path, model=str(path), name="colour")
-    why = r"none of the first 8 prompts of .* can be used: .* has \[3, 8, 8\] of torch.float32 as its input; it needs floats \[1, H, W\]"
+    why = (
+        r"none of the first 8 prompts of .* can be used: .* has \[3, 8, 8\] of torch.float32 as "
+        r"its input; it needs floats \[1, H, W\]"
+    )
     assert re.search(why, said_in_one_line(lambda: api.start(colour), GruppoError))
     on_the_command_line(tmp_path, capsys, colour, why)
     weights = {
@@ -251,7 +256,10 @@ def test_weights_of_another_network_are_refused(tmp_path, capsys):
         "name": "other",
     }
     config = restoration_runs.config(tmp_path, **other)
-    why = r"the weights in .* are of another network than RestorationUNet: .* missing: .* unknown: .* Give the network"
+    why = (
+        r"the weights in .* are of another network than RestorationUNet: .* missing: .* unknown: "
+        r".* Give the network"
+    )
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
     nothing = restoration_runs.config(
@@ -265,7 +273,10 @@ def test_settings_of_a_new_policy_are_refused_for_a_saved_one(tmp_path, capsys):
     config = restoration_runs.config(
         tmp_path, model=str(path), name="again", restoration__patches=2
     )
-    why = r"restoration.patches is of a new policy, and .* has its own. Leave --restoration.patches out"
+    why = (
+        r"restoration.patches is of a new policy, and .* has its own. "
+        r"Leave --restoration.patches out"
+    )
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
 
@@ -357,7 +368,10 @@ def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
         "data": f"pairs:{noisy}:{clean}:crop=8",
     }
     config = restoration_runs.config(tmp_path, **changes)
-    why = r"consistency='degradation' degrades a restored image as the data were, and these data do not say how"
+    why = (
+        r"consistency='degradation' degrades a restored image as the data were, "
+        r"and these data do not say how"
+    )
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
 
@@ -372,7 +386,10 @@ def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
 def test_a_reward_of_patches_that_do_not_fit_is_one_clear_line(tmp_path, capsys, patch, shown):
     changes = PATCHES | {"reward": [f"psnr:patch={patch}"], "objective__credit": "position"}
     config = restoration_runs.config(tmp_path, **changes)
-    why = rf"patch={patch} gives {shown} squares of images of 8 x 8, and the policy has 4 actions. Set patch"
+    why = (
+        rf"patch={patch} gives {shown} squares of images of 8 x 8, and the policy has 4 actions. "
+        r"Set patch"
+    )
     result = said_in_one_line(lambda: api.start(config), GruppoError)
     assert re.search(why, result), result
     (tmp_path / "again").mkdir()

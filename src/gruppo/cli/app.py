@@ -3,29 +3,39 @@
 usage: gruppo COMMAND ...
 
   train RECIPE [--options]    train; RECIPE is a built-in name, file.py:function, or a config file
-  (TOML, YAML, JSON) train --replay RUN          train again from the ledger of a run with
-  --engine.lag, without its engine launch RECIPE --trainers N --servers M [--on local|slurm|ray]
-  train with vLLM servers, all started and kept running resume RUN                  continue a
-  stopped or killed run, to the bit eval RUN                    greedy answers of a run's model to
-  its held-out prompts sample RUN "PROMPT" ...     completions of a run's (or any) model export RUN
-  FOLDER           a run's model as a folder for transformers; an adapter is merged into its base
-  export RUN --push OWNER/NAME  upload it to the Hugging Face hub with a model card explain RECIPE [--options]  what train would do: objective, tokens, memory, a
-  real prompt and its reward explain --names trl RECIPE  its options under TRL's names (or verl,
-  ddpo, sources); trl:beta for one plan RECIPE --gpus N        step time, memory, best split and
-  cost on N GPUs, in closed form doctor RUN                  diagnose a run: measurements, their
-  meaning, options to change view RUN [RUN ...]          runs in the browser, while they train:
-  curves, every completion, the doctor report RUN [RUN ...]        the same page as one HTML file
-  serve MODEL [-- OPTIONS]    a vLLM server for --engine vllm; OPTIONS are vLLM's own judge check
-  FILE.toml LABELS.jsonl  how a judge agrees with labels, before it is a reward config RECIPE
-  [--options]   print the config as TOML, to edit and train recipes [NAME]              list the
-  built-in recipes, or describe one completion bash|zsh|fish    print a script for shell completion
+                              (TOML, YAML, JSON)
+  train --replay RUN          train again from the ledger of a run with --engine.lag, without its
+                              engine
+  launch RECIPE --trainers N --servers M [--on local|slurm|ray]
+                              train with vLLM servers, all started and kept running
+  resume RUN                  continue a stopped or killed run, to the bit
+  eval RUN                    greedy answers of a run's model to its held-out prompts
+  sample RUN "PROMPT" ...     completions of a run's (or any) model
+  export RUN FOLDER           a run's model as a folder for transformers; an adapter is merged into
+                              its base
+  export RUN --push OWNER/NAME
+                              upload it to the Hugging Face hub with a model card
+  explain RECIPE [--options]  what train would do: objective, tokens, memory, a real prompt and its
+                              reward
+  explain --names trl RECIPE  its options under TRL's names (or verl, ddpo, sources); trl:beta for
+                              one
+  plan RECIPE --gpus N        step time, memory, best split and cost on N GPUs, in closed form
+  doctor RUN                  diagnose a run: measurements, their meaning, options to change
+  view RUN [RUN ...]          runs in the browser, while they train: curves, every completion, the
+                              doctor
+  report RUN [RUN ...]        the same page as one HTML file
+  serve MODEL [-- OPTIONS]    a vLLM server for --engine vllm; OPTIONS are vLLM's own
+  judge check FILE.toml LABELS.jsonl
+                              how a judge agrees with labels, before it is a reward
+  config RECIPE [--options]   print the config as TOML, to edit and train
+  recipes [NAME]              list the built-in recipes, or describe one
+  completion bash|zsh|fish    print a script for shell completion
 
   gruppo COMMAND --help       the options of a command; --help-all for all of them
   --debug                     with any command: show the traceback of an error
 
-exit codes: 0 done, 2 usage, 3 data or reward check failed, 4 numerical stop; gruppo resume
-continues after
-            5 no server left, 75 stopped by a signal
+exit codes: 0 done, 2 usage, 3 data or reward check failed, 4 numerical stop;
+            gruppo resume continues after 5 no server left, 75 stopped by a signal
 
 start here:  gruppo train arithmetic
 your data:   gruppo train plain --model smollm2-135m --data mine.jsonl --reward my.py:f

@@ -60,8 +60,8 @@ OWN = {
     },
 }
 """Options of a command besides those of a config."""
-CLOSING = """--trust-run imports code that the folder of a run or model names, though you did not create
-it. --help-all lists all options, with details."""
+CLOSING = """--trust-run imports code that the folder of a run or model names, though you did not
+create it. --help-all lists all options, with details."""
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", bool: "{true,false}"}
 
 

@@ -61,22 +61,23 @@ def group_advantages(
     A = (r - baseline) / (scale + eps); without a scale, A = r - baseline.
 
     Baselines:
-        mean           mean of the group leave_one_out  mean of the group's *other* rows, so that A
-        = G / (G - 1) (r - mean) (RLOO, arXiv 2402.14740) batch_mean     mean of the rows of all
-        ranks running        moving average of ``batch_mean`` over steps. The advantages of a group
-        then carry the
-                       difficulty of its prompt
+        mean           mean of the group
+        leave_one_out  mean of the group's *other* rows, so that A = G / (G - 1) (r - mean) (RLOO,
+                       arXiv 2402.14740)
+        batch_mean     mean of the rows of all ranks
+        running        moving average of ``batch_mean`` over steps. The advantages of a group then
+                       carry the difficulty of its prompt
         prompt         mean of the last rewards of the same prompt
         none           0
 
     Scales, standard deviations with ddof 1:
-        group          of the group's rewards (GRPO, arXiv 2402.03300) batch          of the raw
-        rewards of all ranks running        of the rewards *within* groups: the root of a
-        bias-corrected moving average of the pooled
-                       variance, sum (r - mean)^2 / sum (G - 1)
+        group          of the group's rewards (GRPO, arXiv 2402.03300)
+        batch          of the raw rewards of all ranks
+        running        of the rewards *within* groups: the root of a bias-corrected moving average
+                       of the pooled variance, sum (r - mean)^2 / sum (G - 1)
         prompt         of the last rewards of the same prompt, found by ``prompt_ids``, one for each
-        group. With
-                       baseline ``prompt``, this is DDPO's per-prompt tracker (arXiv 2305.13301)
+                       group. With baseline ``prompt``, this is DDPO's per-prompt tracker (arXiv
+                       2305.13301)
 
     Rewards that are not finite are not scored: they enter no statistic and get 0. A group with
     fewer than two scored rows, or without spread, gets exactly 0 under the group baselines and

@@ -50,11 +50,13 @@ def loss_weights(
 ) -> Float[Tensor, "B T"]:
     """Weight of each action, so that ``loss = (weights * per_action).sum()``. float64.
 
-    sequence      1 / (length of the row * rows)       GRPO, arXiv 2402.03300 token         1 / kept
-    actions                     DAPO, arXiv 2503.14476 prompt        1 / (kept actions of the
-    prompt's rows * prompts)   nanochat's chat_rl.py constant      1 / (rows * max_length)
-       Dr.GRPO, arXiv 2503.20783 sequence_sum  1 / rows                             RLOO, arXiv
-    2402.14740: a sequence is one action sum           1
+    sequence      1 / (length of the row * rows)       GRPO, arXiv 2402.03300
+    token         1 / kept actions                     DAPO, arXiv 2503.14476
+    prompt        1 / (kept actions of the prompt's rows * prompts)   nanochat's chat_rl.py
+    constant      1 / (rows * max_length)              Dr.GRPO, arXiv 2503.20783
+    sequence_sum  1 / rows                             RLOO, arXiv 2402.14740: a sequence is one
+                                                       action
+    sum           1
 
     ``total`` is ``loss_total`` of the whole update over all ranks; ``loss_mask`` may be any rows of
     it, under ``prompt`` whole groups (``group_ids``). Micro-batches, padding and ranks then cannot

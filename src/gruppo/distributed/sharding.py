@@ -160,7 +160,8 @@ def _mesh_of(mode: Shard, device: torch.device) -> Any:
                 {ranks} ranks at {local} per machine leave nothing to
                 {"shard" if local == 1 else "replicate"}""",
             option="distributed.shard",
-            advice="fsdp, or start the same number of ranks (2 or more) on each of several machines",
+            advice="fsdp, or start the same number of ranks (2 or more) on each of several "
+            "machines",
         )
     shape = {"replicate": ranks // local, "shard": local} if mode == "hybrid" else {"shard": ranks}
     _mesh = init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))

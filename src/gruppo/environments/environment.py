@@ -61,13 +61,13 @@ class Environment:
     """Replies to the policy by tools that it calls, a function, or an object of a class for each
     conversation.
 
-    ``fn`` as a function is called with the keywords in its signature: ``text`` is what the policy has just written, ``messages`` the whole conversation
-    with its prompt (the text so far, where the prompt is a text), ``turn`` 1 after the first
-    answer, ``state`` a dict of this conversation, empty at first, which rewards can ask for, and
-    ``seed`` a number that is the same whenever the run is repeated; further keywords are the
-    columns of the data, with ``Prompt.target`` as ``answer`` and ``target``. It returns None where
-    the conversation is over; or a text, which becomes a user's message; or a message with a role
-    and a content; or a list of messages.
+    ``fn`` as a function is called with the keywords in its signature: ``text`` is what the policy
+    has just written, ``messages`` the whole conversation with its prompt (the text so far, where
+    the prompt is a text), ``turn`` 1 after the first answer, ``state`` a dict of this conversation,
+    empty at first, which rewards can ask for, and ``seed`` a number that is the same whenever the
+    run is repeated; further keywords are the columns of the data, with ``Prompt.target`` as
+    ``answer`` and ``target``. It returns None where the conversation is over; or a text, which
+    becomes a user's message; or a message with a role and a content; or a list of messages.
 
     ``fn`` as a class, a ``functools.partial`` of one, an ``EnvironmentClass``, or a dict of them by
     the data's column ``environment``: an object for each conversation, with ``reset`` and, as they

@@ -42,8 +42,9 @@ def openenv_factory(url: str, config: Any) -> Callable[[], Any]:
             for t in listed
         ]
     except Exception as problem:
-        raise GruppoError(f"""{name} does not answer as a server of OpenEnv ({problem!s:.200}). Start
-            its server, or correct the address, as in openenv:http://127.0.0.1:8000.""") from problem
+        raise GruppoError(f"""{name} does not answer as a server of OpenEnv ({problem!s:.200}).
+            Start its server, or correct the address, as in
+            openenv:http://127.0.0.1:8000.""") from problem
     tools = [{"type": "function", "function": function} for function in functions]
     return partial(type("OpenEnvTools", (OpenEnvTools,), {"tools": tools}), make, schema)
 

@@ -33,8 +33,9 @@ def tool_schema(fn: Callable[..., Any], what: str = "tool") -> dict[str, Any]:
         return get_json_schema(fn)
     except Exception as error:
         why = " ".join(" ".join(map(str, error.args)).split()).rstrip(".")
-        raise GruppoError(f"""{what} {function_name(fn)!r} cannot be shown to a model: {why}. Give
-            every argument a type hint, and a docstring with a line for each under Args:.""") from None
+        raise GruppoError(f"""{what} {function_name(fn)!r} cannot be shown to a model: {why}.
+            Give every argument a type hint, and a docstring with a line for each under
+            Args:.""") from None
 
 
 def check_names(schemas: Sequence[Mapping[str, Any]]) -> None:

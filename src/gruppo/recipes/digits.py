@@ -33,9 +33,9 @@ def digits_pretrain() -> Config:
     """A small UNet learns 4,500 real handwritten digits by class, from demonstrations only.
 
     Flow matching, x0 prediction, loss weighted by 1 / (t^2 + 0.05). The result is
-    runs/digits-pretrain, which digits-compress and examples/digits_sevens.py continue. 2 CPU cores: 7 minutes
-    (6:36); 97% of its samples have the requested class, by a judge trained apart (real digits:
-    99%).
+    runs/digits-pretrain, which digits-compress and examples/digits_sevens.py continue. 2 CPU cores:
+    7 minutes (6:36); 97% of its samples have the requested class, by a judge trained apart (real
+    digits: 99%).
     """
     return Config(
         model="unet",

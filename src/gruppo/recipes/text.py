@@ -71,9 +71,9 @@ def qwen() -> Config:
     (for a GPU).
 
     Thirty questions, temperature 0.8, clip 0.2. Two rewards: a length of about 50 visible
-    characters, as Chinese has no spaces to count words by, and the words 因为, 所以, 然而, 但是. Set
-    --model to a folder or another hub id: gruppo train qwen --model smollm2-135m needs no hub. Both
-    rewards are easy to exploit. Qwen is for a GPU and has not been run here. One CPU core: two
+    characters, as Chinese has no spaces to count words by, and the words 因为, 所以, 然而, 但是.
+    Set --model to a folder or another hub id: gruppo train qwen --model smollm2-135m needs no hub.
+    Both rewards are easy to exploit. Qwen is for a GPU and has not been run here. One CPU core: two
     steps of SmolLM2 take 3 to 10 minutes, nearly all of it for answers of 96 tokens
     (--rollout.max-new-tokens).
     """

@@ -47,8 +47,8 @@ class CodeTests:
 
     The program is the last block of the completion that is fenced as Python; without one the last
     fenced block, closed or not; without a fence the whole text. It runs in a sandbox
-    (``gruppo.rewards.sandbox``) and returns plain data; what is expected never enters its process, so no
-    exit code, print or ``__eq__`` can pass for a right answer.
+    (``gruppo.rewards.sandbox``) and returns plain data; what is expected never enters its process,
+    so no exit code, print or ``__eq__`` can pass for a right answer.
 
     ``all_or_nothing``: 1 where every test passes, else 0. ``column``: where the tests are.
     ``case_s``, ``program_s`` and ``memory_mib``: see ``SandboxLimits``. ``workers``: programs that
@@ -88,8 +88,8 @@ class CodeTests:
         required = [self.column] if self.column else COLUMNS
         if not {*columns} & {*required}:
             raise DataError(
-                f"reward code_tests reads the column {' or '.join(required)}, which the data do not "
-                f"have; they have: {', '.join(sorted(columns)) or 'no columns'}",
+                f"reward code_tests reads the column {' or '.join(required)}, which the data do "
+                f"not have; they have: {', '.join(sorted(columns)) or 'no columns'}",
                 advice="Name it with $reward code_tests:column=NAME",
             )
 

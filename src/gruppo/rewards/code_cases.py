@@ -221,7 +221,7 @@ def _items_of_columns(inputs: Any, outputs: Any, key: str) -> list[dict[str, Any
 
 
 def _call(item: Mapping[str, Any], entry: str | None) -> ProgramCase:
-    """A test with arguments and an output, or of LiveCodeBench's: JSON, an argument in each line."""
+    """A test with arguments and an output, or of LiveCodeBench's: JSON, an argument a line."""
     if entry is None:
         raise BadTest("it has arguments and no function; it needs a column entry_point")
     args, kwargs, output = item.get("args"), item.get("kwargs"), item["output"]

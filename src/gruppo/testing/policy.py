@@ -140,8 +140,8 @@ def check_engine(
                 f"after sync(policy, {version}) the engine's sampler_logprobs are not the "
                 f"policy's log-probs"
             )
-            advice = """sync may return only once the sampler holds the new weights; log-probs are in nats, at the
-                sampling temperature."""
+            advice = """sync may return only once the sampler holds the new weights; log-probs
+                are in nats, at the sampling temperature."""
             case.require_close(
                 rollouts.sampler_logprobs,
                 _logprobs(policy, rollouts),
@@ -215,8 +215,8 @@ def _check_same_distribution(policy: Policy, case: Case) -> None:
             continue
         how = ", ".join(f"{name}={value}" for name, value in changes.items()) or "as they are"
         problem = f"policy.likelihood of its own samples ({how}) is not their sampler_logprobs"
-        advice = """Both need the logits from just before the action, divided by the temperature and cut to top-k and
-            top-p; what cannot be evaluated is refused with a GruppoError."""
+        advice = """Both need the logits from just before the action, divided by the temperature
+            and cut to top-k and top-p; what cannot be evaluated is refused with a GruppoError."""
         case.require_close(rollouts.sampler_logprobs, evaluated, rollouts.mask, problem, advice)
 
 

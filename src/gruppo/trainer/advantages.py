@@ -126,7 +126,8 @@ def check_sampler_logprobs(run: Run, logprobs: Float[Tensor, "N"]) -> None:
     if missing:
         raise GruppoError(
             f"""correction={run.config.objective.correction!r} needs the sampler's log-prob of each
-                action; {missing} of the {count} from {type(run.engine).__name__} are not numbers""",
+                action; {missing} of the {count} from {type(run.engine).__name__} are not
+                numbers""",
             advice="Use an engine that reports them, or set $objective.correction none",
         )
 

@@ -106,8 +106,8 @@ def _slots_without_spread(count: int, latest: Round | None) -> list[int]:
 
 
 def _requests(run: Run, slots: Sequence[int], size: int) -> dict[int, Request]:
-    """Take the next prompt for each slot, and return this rank's. One that cannot be sampled from is
-    replaced by the next."""
+    """Take the next prompt for each slot, and return this rank's. One that cannot be sampled from
+    is replaced by the next."""
     requests: dict[int, Request] = {}
     problem: str | None = None
     for slot in slots:

@@ -225,8 +225,8 @@ def _split(kept: float, peak: float, weights: float) -> list[str]:
     device = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else ASSUMED_GPU_BYTES
     free = device - kept - RESERVED_BYTES
     lines = [
-        f"one GPU of {device / GIB:.1f} GiB: trainer {kept / GIB:.2f} GiB while the server samples, "
-        f"{peak / GIB:.2f} while it sleeps; weights of the server {weights / GIB:.2f}"
+        f"one GPU of {device / GIB:.1f} GiB: trainer {kept / GIB:.2f} GiB while the server "
+        f"samples, {peak / GIB:.2f} while it sleeps; weights of the server {weights / GIB:.2f}"
     ]
     if free <= 1.2 * weights or peak + RESERVED_BYTES > device:
         return [*lines, "This does not fit. Use a GPU for each, shard the trainer, or train LoRA."]

@@ -1,5 +1,5 @@
-"""Forwards of a batch: minibatches, micro-batches that fit into memory, and what is evaluated before
-the updates."""
+"""Forwards of a batch: minibatches, micro-batches that fit into memory, and what is evaluated
+before the updates."""
 
 from __future__ import annotations
 
@@ -175,8 +175,8 @@ def evaluate_before_update(
     log-prob of many dimensions is in the thousands.
     """
     # Old log-probs if advantages are made of them or several updates share them, else the update's
-    # own are the old. The reference's with them, and if its weights are kept elsewhere than where an
-    # update computes.
+    # own are the old. The reference's with them, and if its weights are kept elsewhere than where
+    # an update computes.
     needed = []
     if has_kl_in_reward(run, step_params) or run.config.updates_per_batch > 1:
         needed.append("old")

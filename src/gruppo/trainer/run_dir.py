@@ -263,8 +263,10 @@ class RunFolder:
             )
             for name in sorted(own.keys() | theirs.keys()):
                 if own.get(name) != theirs.get(name):
-                    raise ValueError(f"""the shape of {name} in its {what} is {theirs.get(name)}, and
-                        {own.get(name)} in this run's""")
+                    raise ValueError(
+                        f"the shape of {name} in its {what} is {theirs.get(name)}, and "
+                        f"{own.get(name)} in this run's"
+                    )
         with torch.no_grad():
             for tensors, found in pairs:
                 for name, tensor in tensors.items():
@@ -365,7 +367,8 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             if is_begun:  # a run killed before its manifest was written has none
                 log.warning(
-                    "%s is missing or damaged: whether code and versions have changed is not known.",
+                    "%s is missing or damaged: whether code and versions have changed is not "
+                    "known.",
                     file,
                 )
             return

@@ -406,8 +406,14 @@ class GRPOTrainer:
 
     def _call(self, event: str, **what: Any) -> None:
         for callback in self.callbacks:
-            arguments = {"model": self.model, "processing_class": self.processing_class, **what}
-            control = getattr(callback, event)(self.args, self.state, self.control, **arguments)
+            control = getattr(callback, event)(
+                self.args,
+                self.state,
+                self.control,
+                model=self.model,
+                processing_class=self.processing_class,
+                **what,
+            )
             self.control = control or self.control
 
     def _metrics(self, done: Evaluated) -> dict[str, float]:

@@ -330,9 +330,9 @@ def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[st
         float(of("epsilon")),
         float(of("epsilon") if of("epsilon_high") is None else of("epsilon_high")),
     )
-    if (
-        loss == "cispo"
-    ):  # TRL's epsilon_high is the cap itself, ours the distance from 1; a low bound of 1 never acts
+    # CISPO: TRL's epsilon_high is the cap itself, ours the distance from 1; a low bound of 1 never
+    # acts.
+    if loss == "cispo":
         if high <= 1:
             raise GruppoError(f"""loss_type='cispo' caps the ratio at epsilon_high, which is
                 {high:g}: on-policy rows would learn with {high:g} of their gradient, as in TRL. Set
@@ -350,7 +350,8 @@ def _objective(of: Callable[[str], Any], kind: str, notes: list[str]) -> dict[st
     }
     entropy: Any = float(of("entropy_coef"))
     if of("use_adaptive_entropy"):
-        entropy = f"adaptive:{entropy:g},target={of('entropy_target'):g},delta={of('entropy_coef_delta'):g}"
+        target, delta = of("entropy_target"), of("entropy_coef_delta")
+        entropy = f"adaptive:{entropy:g},target={target:g},delta={delta:g}"
         notes.append(
             "use_adaptive_entropy: the coefficient has no upper bound; there entropy_coef_max"
         )

@@ -36,7 +36,10 @@ def test_a_clip_of_the_joint_density_means_the_same_at_every_resolution(dims):
 @pytest.mark.silent_bug(37)
 @pytest.mark.parametrize("objective", [MEAN, replace(PRESETS["cispo"], dims="mean")])
 def test_a_clip_that_never_clips_is_refused_with_the_table_and_two_ways_out(objective):
-    says = r"of a mean over 784 dimensions lets .* it never clips.*12 nats in 64.*143 in 784.*objective.clip_unit nats"
+    says = (
+        r"of a mean over 784 dimensions lets .* it never clips.*12 nats in 64.*143 in 784.*"
+        r"objective.clip_unit nats"
+    )
     with pytest.raises(GruppoError, match=says):
         check_trust_region(objective, 784)
     with pytest.raises(GruppoError, match=r"objective.clip_high 0.0013 for the same with the mean"):

@@ -62,7 +62,8 @@ WRITTEN = {
     ),
     "gpt-oss": (
         HARMONY,
-        '<|channel|>commentary to=functions.multiply <|constrain|>json<|message|>{"a": 12, "b": 34}',
+        "<|channel|>commentary to=functions.multiply <|constrain|>json<|message|>"
+        '{"a": 12, "b": 34}',
     ),
     "gpt-oss, as its template writes": (
         HARMONY,
@@ -148,7 +149,10 @@ def test_texts_with_quotes_brackets_and_line_ends_are_whole():
         (GEMMA, f'<|tool_call>call:note{{text:<|"|>{awkward}<|"|>}}<tool_call|>'),
     ):
         assert functions(text, form)[1][0]["arguments"] == {"text": awkward}
-    xml = "<tool_call>\n<function=note>\n<parameter=text>\n12\n</parameter>\n</function>\n</tool_call>"
+    xml = (
+        "<tool_call>\n<function=note>\n<parameter=text>\n12\n</parameter>\n</function>\n"
+        "</tool_call>"
+    )
     assert functions(xml, XML)[1][0]["arguments"] == {"text": "12"}  # a string in its schema
 
 

@@ -226,7 +226,8 @@ def scan(start, end):
             found.update(re.findall(b"oka" + b"pi(?:-4711-)+", os.read(ends[0], 4096)))
 def f():
     places = {id(each) >> 22 for each in gc.get_objects()} | {id(str(n)) >> 22 for n in range(9)}
-    places |= {ctypes.addressof(ctypes.create_string_buffer(size)) >> 22 for size in (10, 1000, 10**5, 10**6)}
+    sizes = 10, 1000, 10**5, 10**6
+    places |= {ctypes.addressof(ctypes.create_string_buffer(size)) >> 22 for size in sizes}
     for place in places: scan(place << 22, (place + 1) << 22)
     return sorted(found)
 """
@@ -255,7 +256,8 @@ def test_a_script_that_ends_badly_has_no_output(jail):
 @jailed
 def test_the_standard_library_can_be_imported_and_used_and_nothing_installed_can(jail, patient):
     program = """
-import asyncio, bz2, csv, ctypes, datetime, decimal, email, hashlib, lzma, sqlite3, statistics, unittest, uuid, zlib
+import asyncio, bz2, csv, ctypes, datetime, decimal, email, hashlib, lzma, sqlite3, statistics
+import unittest, uuid, zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 @dataclass
@@ -268,7 +270,8 @@ def all_of_it():
     with ThreadPoolExecutor(4) as pool:
         squares = list(pool.map(abs, [-1, 2]))
     year = datetime.datetime.strptime("2020", "%Y").year
-    return asyncio.run(late()), squares, year, Point().x, sqlite3.connect(":memory:").execute("select 3").fetchone()
+    row = sqlite3.connect(":memory:").execute("select 3").fetchone()
+    return asyncio.run(late()), squares, year, Point().x, row
 """
     assert tried(patient, "all_of_it()", program) == "(7, [1, 2], 2020, 1, (3,))"
     for name in ("torch", "numpy", "gruppo", "pip", "pytest"):
@@ -434,11 +437,12 @@ def test_no_one_else_can_be_signalled_limited_or_traced(jail):
 
 RAW = syscalls._numbers(  # of x86-64
     """
-    ptrace=101 mount=165 umount2=166 setns=308 unshare=272 bpf=321 perf_event_open=298 keyctl=250 io_uring_setup=425
-    userfaultfd=323 process_vm_readv=310 pidfd_getfd=438 memfd_secret=447 shmget=29 socket=41 connect=42 execve=59
-    execveat=322 fork=57 vfork=58 rt_sigqueueinfo=129 tkill=200 chroot=161 pivot_root=155 init_module=175 reboot=169
-    syslog=103 personality=135 modify_ldt=154 open_by_handle_at=304 name_to_handle_at=303 kcmp=312 add_key=248
-    mq_open=240 landlock=446 seccomp=317 setuid=105 setresuid=117 capset=126 truncate=76 creat=85 linkat=265
+    ptrace=101 mount=165 umount2=166 setns=308 unshare=272 bpf=321 perf_event_open=298 keyctl=250
+    io_uring_setup=425 userfaultfd=323 process_vm_readv=310 pidfd_getfd=438 memfd_secret=447
+    shmget=29 socket=41 connect=42 execve=59 execveat=322 fork=57 vfork=58 rt_sigqueueinfo=129
+    tkill=200 chroot=161 pivot_root=155 init_module=175 reboot=169 syslog=103 personality=135
+    modify_ldt=154 open_by_handle_at=304 name_to_handle_at=303 kcmp=312 add_key=248 mq_open=240
+    landlock=446 seccomp=317 setuid=105 setresuid=117 capset=126 truncate=76 creat=85 linkat=265
     renameat2=316 sendmsg=46
     """
 )
@@ -737,7 +741,7 @@ def test_another_system_than_linux_has_no_jail(monkeypatch):
 OUTSIDE = ("jail", "protocol")
 
 
-def test_the_sandbox_imports_the_standard_library_alone_and_the_trainers_end_of_it_runs_on_any_system():
+def test_the_sandbox_imports_the_standard_library_alone_and_the_trainers_end_runs_anywhere():
     folder, outside = Path(jail_module.__file__).parent, {}
     for file in folder.glob("*.py"):
         nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))

@@ -15,6 +15,7 @@ from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule
 from gruppo.modalities.diffusion.unet import DenoisingUNet
 
-__all__ = ["DIFFUSION", "ClassLabels", "DenoiserCritic", "DenoiserPolicy", "DenoisingUNet", "DiffusersPolicy",
-           "DiffusionSampling", "DiffusionSchedule", "FlowSchedule", "PipelineSettings", "add_adapter",
-           "check_trust_region", "load_denoiser", "load_diffusers"]  # fmt: skip
+__all__ = ["DIFFUSION", "ClassLabels", "DenoiserCritic", "DenoiserPolicy", "DenoisingUNet",
+           "DiffusersPolicy", "DiffusionSampling", "DiffusionSchedule", "FlowSchedule",
+           "PipelineSettings", "add_adapter", "check_trust_region", "load_denoiser",
+           "load_diffusers"]  # fmt: skip

@@ -339,11 +339,10 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
             config = own.peft_config[lora.POLICY]
             facts = {"r": config.r, "lora_alpha": config.lora_alpha}
             facts["target_modules"] = sorted(config.target_modules)
-            layers = {
-                f"{name}_lora_layers": dict(lora.adapter_weights(own)),
-                f"{name}_lora_adapter_metadata": facts,
-            }
-            pipeline.save_lora_weights(folder, **layers)
+            weights = dict(lora.adapter_weights(own))
+            pipeline.save_lora_weights(
+                folder, **{f"{name}_lora_layers": weights, f"{name}_lora_adapter_metadata": facts}
+            )
 
 
 def default_size(pipeline: Any, network: Any) -> tuple[int, int]:

@@ -38,8 +38,9 @@ class DenoisingUNet(nn.Module):
         channels, *sides = shape
         if any(side % 2 for side in sides) or width % GROUPS:
             raise GruppoError(
-                f"width={width} and images of {sides}: the UNet needs a width that is a multiple of "
-                f"{GROUPS}, and images with even sides. Set --diffusion.width 32, or resize them."
+                f"width={width} and images of {sides}: the UNet needs a width that is a multiple "
+                f"of {GROUPS}, and images with even sides. Set --diffusion.width 32, or resize "
+                "them."
             )
         self.sizes = {"shape": list(shape), "classes": classes}
         self.sizes |= {"width": width, "time_scale": time_scale}

@@ -20,6 +20,7 @@ from gruppo.modalities.restoration.modality import RESTORATION
 from gruppo.modalities.restoration.networks import DnCNN, RestorationUNet
 from gruppo.modalities.restoration.policy import RestorationPolicy
 
-__all__ = ["RESTORATION", "BandGains", "Control", "Controls", "DnCNN", "Equivariance", "LowResolution", "PixelNoise",
-           "RestorationPolicy", "RestorationUNet", "ToDegraded", "ToReference", "load_network", "load_restorer",
-           "open_action", "open_network", "open_restorer"]  # fmt: skip
+__all__ = ["RESTORATION", "BandGains", "Control", "Controls", "DnCNN", "Equivariance",
+           "LowResolution", "PixelNoise", "RestorationPolicy", "RestorationUNet",
+           "ToDegraded", "ToReference", "load_network", "load_restorer", "open_action",
+           "open_network", "open_restorer"]  # fmt: skip

@@ -87,12 +87,9 @@ class Backbone:
         """Features of rows padded on the right, or with positions and an attention mask."""
         if self.is_plain:
             return self.module(ids)
-        inputs = {"input_ids": ids, "use_cache": False, **inputs}
-        return (
-            self.module.base_model(**inputs).last_hidden_state
-            if self.splits
-            else self.module(**inputs).logits
-        )
+        network = self.module.base_model if self.splits else self.module
+        output = network(input_ids=ids, use_cache=False, **inputs)
+        return output.last_hidden_state if self.splits else output.logits
 
     def features_before(
         self, prompts: Texts, completions: Texts, owners: Tensor, row: Tensor, column: Tensor

@@ -104,8 +104,8 @@ def generate(
     where the model's context may end, so that finished rows leave the batch at once. Without limits
     they leave once they are an eighth of it, since each removal copies the cache. A row whose
     logits are not finite ends as "error", with the tokens before. A stop text may name special
-    tokens. ``keep`` is called with each row that stops, its slot and its tokens that have been read: all
-    but the last.
+    tokens. ``keep`` is called with each row that stops, its slot and its tokens that have been
+    read: all but the last.
     """
     rows, columns = uniforms.shape
     tokens = torch.zeros(rows, columns, dtype=torch.long)

@@ -54,9 +54,12 @@ main(**settings)
 # and no site.
 _CONTAINED = f"""
 import json, os, sys
-settings = json.loads(sys.argv[2]) | {{"folders": [path for path in sys.path if path.endswith("-packages")]}}
-kept = {{name: os.environ[name] for name in {_KEPT} if name in os.environ}} | {{"PYTHONHASHSEED": "0"}}
-os.execve(sys.executable, [sys.executable, *{_FLAGS}, "-c", sys.argv[1], json.dumps(settings)], kept)
+settings = json.loads(sys.argv[2])
+settings["folders"] = [path for path in sys.path if path.endswith("-packages")]
+kept = {{name: os.environ[name] for name in {_KEPT} if name in os.environ}}
+kept["PYTHONHASHSEED"] = "0"
+command = [sys.executable, *{_FLAGS}, "-c", sys.argv[1], json.dumps(settings)]
+os.execve(sys.executable, command, kept)
 """
 _BARE_IN_MEMORY = """
 import importlib.util, json, sys
@@ -260,13 +263,12 @@ def probe(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) -> str 
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")
         secret.write_text("secret", encoding="utf-8")
-        facts = {
-            "secret": str(secret),
-            "folder": folder,
-            "pid": os.getpid(),
-            "python": sys.executable,
-        }
-        cases = [["6 * 7"], *([text.format(**facts)] for text in ATTEMPTS.values())]
+        cases = [["6 * 7"]]
+        for text in ATTEMPTS.values():
+            attempt = text.format(
+                secret=str(secret), folder=folder, pid=os.getpid(), python=sys.executable
+            )
+            cases.append([attempt])
         try:
             with Jail(command=command, packages=packages) as jail:
                 computed, *tried = jail.calls(

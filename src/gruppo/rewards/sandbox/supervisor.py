@@ -24,8 +24,9 @@ from .lockdown import Lockdown, die_with
 from .program import LOADING, LOCKED, NOT_RUN, add_results
 
 PRELOADED = """
-abc array bisect cmath collections copy dataclasses datetime decimal enum fractions functools hashlib heapq io itertools
-json math numbers operator random re statistics string threading time types typing encodings.latin_1 encodings.ascii
+abc array bisect cmath collections copy dataclasses datetime decimal enum fractions functools
+hashlib heapq io itertools json math numbers operator random re statistics string threading time
+types typing encodings.latin_1 encodings.ascii
 """
 """Modules that most programs import: loaded once, for all."""
 _END_REASONS = {
