@@ -74,6 +74,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 def one_step(run: Any) -> dict[str, Any]:
     from gruppo.trainer.collect import collect
+    from gruppo.trainer.forward import active_actions
     from gruppo.trainer.metrics import collected_metrics
     from gruppo.trainer.recorder import Recorder
     from gruppo.trainer.stages import step_params_at

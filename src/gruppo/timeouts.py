@@ -272,6 +272,7 @@ def require_columns(
             nearest = difflib.get_close_matches(name, [*columns, *provided], n=1, cutoff=0.5)
             guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
             has = ", ".join(sorted(columns)) or "no columns"
+            if provided:
+                has += f" (and every {what.split()[0]} can ask for {', '.join(provided)})"
             raise DataError(f"""{what} asks for {name!r}, which the data do not have; they have:
-                {has} (and every {what.split()[0]} can ask for {", ".join(provided)}).{guess} Rename
-                the argument, give it a default, or add the column.""")
+                {has}.{guess} Rename the argument, give it a default, or add the column.""")

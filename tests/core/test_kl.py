@@ -86,6 +86,12 @@ def test_naive_gradients_are_zero_for_k1_right_for_k2_and_reversed_for_k3():
 
 
 @pytest.mark.silent_bug(17)
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_naive_gradients_are_wrong_where_another_policy_drew(estimator):
+    assert (expected(SAMPLER, estimator, "naive")[1] - TRUE).norm() > 0.05 * TRUE.norm()
+
+
+@pytest.mark.silent_bug(17)
 @pytest.mark.parametrize("drawn_by", [LOGITS, OTHER], ids=["on-policy", "off-policy"])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_over_two_steps_the_kl_term_has_the_gradient_of_the_kl_at_each_visited_prefix(

@@ -18,6 +18,7 @@ from gruppo.core.surrogates import (
     value_loss,
     vespo_surrogate,
 )
+from gruppo.core.weights import loss_weights
 
 NAN = float("nan")
 
@@ -84,6 +85,26 @@ def test_the_token_form_of_the_sequence_ratio_has_its_value_and_the_gradient_of_
         torch.autograd.grad((weight * whole).sum(), logprobs)[0], row(37, 37, 37)
     )
     torch.testing.assert_close(torch.autograd.grad((weight * token).sum(), logprobs)[0], weight)
+
+
+@pytest.mark.silent_bug(1)
+def test_both_forms_of_the_sequence_ratio_have_one_gradient_where_a_row_has_one_advantage():
+    """Under the sequence average, clipped or not: equation 14 of GSPO reduces to 7."""
+    logprobs = (
+        torch.tensor([[-1.0, -2.0, -0.5, -1.0], [-1.0, -2.0, -0.5, -1.0]]).double().requires_grad_()
+    )
+    old = logprobs.detach() - torch.tensor([[0.3, 9.0, -0.1, 0.2], [9.0, 0.5, 9.0, 9.0]])
+    advantages = torch.tensor([[2.0], [-1.0]], dtype=torch.float64).expand(2, 4)
+    weights = loss_weights(HOLES, average="sequence", total=2)
+
+    def slope(level: str) -> Tensor:
+        loss = clip_surrogate(
+            log_ratio(logprobs, old, HOLES, level=level), advantages, low=0.2, high=0.3
+        )
+        return torch.autograd.grad((weights * loss).sum(), logprobs)[0]
+
+    torch.testing.assert_close(slope("sequence_token"), slope("sequence"), rtol=1e-12, atol=1e-15)
+    assert slope("sequence")[HOLES].all()
 
 
 @pytest.mark.silent_bug(37)

@@ -203,14 +203,9 @@ MISTAKES = {
     "4 bits without an adapter": (
         ["--lora.load-in-4bit", "True"],
         [],
-        "which 4 bits do not allow. Set --lora.rank 16",
+        "lora.rank=0 trains all weights. Set --lora.rank 16",
     ),
     "a quantized model": (["--model", "quantized"], [], "and quantized weights cannot be trained"),
-    "shards on the CPU without shards": (
-        ["--distributed.offload-params", "True"],
-        [],
-        "makes none. Set --distributed",
-    ),
     "hybrid on one machine": (["--distributed.shard", "hybrid"], [], "leave nothing to"),
     "another gruppo": ([], ["CODE"], "rank 1 differs from rank 0 in gruppo's code: "),
     "other data": ([], ["DATA"], "rank 1 differs from rank 0 in the data: "),

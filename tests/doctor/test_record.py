@@ -168,7 +168,7 @@ def test_an_unreadable_folder_is_one_line_that_says_what_to_do(tmp_path, damage,
 
 def test_a_file_is_no_run(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(GruppoError, match="is a file"):
+    with pytest.raises(GruppoError, match="has no config"):
         read(tmp_path / "file")
 
 

@@ -191,9 +191,9 @@ def test_an_adapter_whose_base_is_not_here_says_so(folder):
     (path / "base.json").unlink()
     change_config(path, base_model_name_or_path="/no/where")
     with pytest.raises(
-        GruppoError, match=r"the base of the adapter .* is '/no/where', which does not exist here"
+        GruppoError, match=r"the base of the adapter .* is '/no/where', which is not here"
     ):
         from_pretrained(path)
     change_config(path, base_model_name_or_path=None)
-    with pytest.raises(GruppoError, match=r"the base of the adapter .* has no name"):
+    with pytest.raises(GruppoError, match=r"the base of the adapter .* is not named"):
         from_pretrained(path)

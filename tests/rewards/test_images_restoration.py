@@ -255,11 +255,12 @@ def test_patches_that_are_not_the_policy_s_are_refused():
     reward = psnr(patch=4, delta="reference")
     assert isinstance(reward, PatchReward) and reward.scores_steps and reward.name == "psnr_gain"
     with pytest.raises(
-        DataError, match="'psnr_gain' needs the column 'reference', which the data do not have"
+        DataError,
+        match="'psnr_gain' asks for 'reference', which the data do not have; they have: target\\.",
     ):
         RewardSet([reward]).check(["target"])
     RewardSet([reward]).check(["target", "reference"])
-    with pytest.raises(DataError, match="needs the column 'target'"):
+    with pytest.raises(DataError, match="asks for 'target'"):
         RewardSet([ssim(patch=4)]).check(["image"])
 
 

@@ -246,7 +246,7 @@ def test_the_shell_evaluates_draws_and_exports_an_image_run(finished, tmp_path, 
     assert (
         f"mean reward {after['mean']:.3f}" in output
         and "tensor" not in output
-        and len(output.splitlines()) == 4
+        and len(output.splitlines()) == 2
     )
     shell("sample", str(finished), "2", "0", "--n", "2", "--folder", str(tmp_path / "drawn"))
     assert sorted(path.name for path in (tmp_path / "drawn").iterdir()) == [

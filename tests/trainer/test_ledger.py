@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,16 +45,13 @@ def rollouts(position: int, size: int = 2, columns: int = 5, **changes: Any) -> 
 
 
 def assert_equal(one: Any, other: Any) -> None:
+    one, other = (dict(x) if isinstance(x, Mapping) else x for x in (one, other))
     assert type(one) is type(other)
     if isinstance(one, torch.Tensor):
         assert one.dtype == other.dtype and torch.equal(one, other)
     elif isinstance(one, Rollouts):
         for name in vars(one):
-            a, b = (
-                (dict(x) if name in ("shared", "per_row") else x)
-                for x in (getattr(one, name), getattr(other, name))
-            )
-            assert_equal(a, b)
+            assert_equal(getattr(one, name), getattr(other, name))
     elif isinstance(one, dict | list | tuple):
         assert len(one) == len(other)
         for a, b in zip(

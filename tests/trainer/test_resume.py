@@ -165,7 +165,7 @@ def test_a_signal_during_learn_says_that_it_was_heard_and_what_is_saved(tmp_path
 
 
 def test_a_signal_before_any_step_is_complete_says_that_there_is_nothing_to_save(tmp_path, capfd):
-    with pytest.raises(gruppo.Stopped, match="there is nothing to continue from"):
+    with pytest.raises(gruppo.Stopped, match="before a step was saved"):
         start_with(tmp_path, Signalling(1), evaluation__prompts=0)
     assert capfd.readouterr().err == ""  # it left at once
     assert not checkpoint.steps(tmp_path / "runs/run/checkpoints")

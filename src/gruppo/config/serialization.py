@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass, replace
@@ -43,8 +44,8 @@ REMOVED = {
 }
 """Options of earlier versions, and what holds in their place."""
 CORRECTION = "objective.correction"
-BRANCHES = ("int", "float", "str")
-"""Parts of pydantic's locations that are no entries."""
+BRANCHES = re.compile(r"int$|float$|str$|[\w-]+\[.*\]$")
+"""Parts of pydantic's locations that are no entries: the branch of a union."""
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
@@ -122,10 +123,11 @@ def _invalid(
     """The first problem, with the dotted name of its entry."""
     first = error.errors()[0]
     # Names of fields and indices of stages; not the branch of a union, nor the place in a list.
-    path = [part for part in map(str, first["loc"]) if part not in BRANCHES and "[" not in part]
+    path = [part for part in map(str, first["loc"]) if not BRANCHES.match(part)]
     while path[1:] and path[-1].isdecimal():
         path.pop()
-    entry = (prefix + ".".join(path)).strip(".")
+    # repr, since the names are a stranger's, and a terminal obeys control characters
+    entry = repr((prefix + ".".join(path)).strip("."))[1:-1]
     if entry in REMOVED:
         problem = f"{entry} is no longer an option: {REMOVED[entry]}. Leave it out."
         return GruppoError(problem, option=entry)

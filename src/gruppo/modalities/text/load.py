@@ -135,10 +135,11 @@ def _base_of_adapter(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
         if name in BUNDLED or Path(name).exists() or not name.startswith((".", "/", "~")):
             base = str(BUNDLED[name]().path) if name in BUNDLED else model_of(name)
             return base, partial(adapter.attach, base=name, is_merged=is_merged)
+    names = " or ".join(map(repr, adapter.base_names)) or "not named"
     raise GruppoError(
-        f"""the base of the adapter {adapter.folder} is {adapter.base_names or "not named"}, which
-            is not here. Name it in {adapter.folder / BASE}, or load it with
-            gruppo.from_transformers and adapt=gruppo.modalities.common.adapters.adapt_from(...)."""
+        f"""the base of the adapter {adapter.folder} is {names}, which is not here. Name it in
+            {adapter.folder / BASE}, or load it with gruppo.from_transformers and
+            adapt=gruppo.modalities.common.adapters.adapt_from(...)."""
     )
 
 
