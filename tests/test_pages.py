@@ -123,7 +123,7 @@ def test_the_files_and_commands_of_a_page_work(
         if name == "train" and words[0].startswith(
             "examples/tool_recipes"
         ):  # its model writes calls: trainer/test_tool_recipes.py
-            parse_config("train", words)
+            parse_config("train", [str(DOCS.parent / words[0]), *words[1:]])
         elif name == "train":
             trained += 1
             config = parse_config("train", words)
