@@ -61,7 +61,7 @@ def tool_calculator() -> Config:
         rollout=RolloutConfig(prompts=4, group_size=8, max_new_tokens=64),
         optim=OptimConfig(lr=1.2e-5),
         # With six steps, demonstrations alone are enough and GRPO has nothing left to learn
-        # (docs/dev/lab.md).
+        # (docs/dev/history/lab.md).
         stages=(
             Stage(name="supervised", steps=3, rl_coef=0.0, sup_coef=1.0, lr=1e-4, warmup_steps=3),
             Stage(name="full", warmup_steps=3),

@@ -144,11 +144,7 @@ def test_train_resume_eval_sample_and_explain(tmp_path, monkeypatch):
 
 def test_recipes_and_help(tmp_path):
     code, out, err = call(tmp_path, "recipes")
-    assert (
-        (code, err) == (0, "")
-        and out.startswith("arithmetic ")
-        and len(out.splitlines()) == len(RECIPES) + 2
-    )
+    assert (code, err) == (0, "") and out.startswith("arithmetic ")
     code, out, err = call(tmp_path, "recipes", "arithmetic")
     assert (code, err) == (0, "") and out.startswith("arithmetic\n") and "CPU" in out
     for args in (["--help"], ["-h"], ["help"]):

@@ -120,9 +120,12 @@ def test_completion_scripts_are_valid_and_know_commands_recipes_options_and_choi
         assert subprocess.check_output(["bash", "-c", typed], text=True) == "bfloat16\n"
 
 
-def test_recipes_are_one_line_each_and_one_in_full(capsys: Any) -> None:
-    lines = run(capsys, "recipes").splitlines()
-    assert len(lines) == len(RECIPES) + 2 and all(len(line) <= 140 for line in lines)
+def test_recipes_are_one_whole_sentence_each_and_one_in_full(capsys: Any) -> None:
+    shown = run(capsys, "recipes")
+    assert max(map(len, shown.splitlines())) <= 100
+    entries = shown.partition("\n\n")[0].replace("\n" + " " * 22, " ").splitlines()
+    assert [entry.split()[0] for entry in entries] == list(RECIPES)
+    assert all(entry.endswith(".") and ".." not in entry for entry in entries)
     assert "2 CPU cores" in run(capsys, "recipes", "arithmetic")
     assert (
         processes.exit_code(["recipes", "nothing"]) == 2

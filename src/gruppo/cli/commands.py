@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -322,7 +323,9 @@ def recipes(name: Annotated[tuple[str, ...], "Name of a recipe."]) -> None:
             raise GruppoError(f"unknown recipe {recipe!r}; it needs one of {', '.join(RECIPES)}.")
         print(f"{recipe}\n{RECIPES[recipe].__doc__}")
     for recipe, function in RECIPES.items() if not name else ():
-        print(f"{recipe:<20}  {(function.__doc__ or '').splitlines()[0]}")
+        summary = " ".join((function.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+        indent = " " * 22
+        print(textwrap.fill(f"{recipe:<20}  {summary}.", 100, subsequent_indent=indent))
     command = f"{command_name()} train {name[0] if name else 'NAME'}"
     print(f"\n{command} starts it, {command} --help lists its options.")
 

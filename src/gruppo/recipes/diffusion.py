@@ -52,9 +52,9 @@ def ddpo() -> Config:
     train digits-pretrain. Measured here on one thread of an AMD EPYC CPU (Zen 5): 5.5 s a step
     where nothing else runs, so 18 minutes for 200. **The reward is gamed**: held-out kB go from
     0.81 to 0.66 (step 50) and 0.46 (step 100), where nearly all images are black; 0.45 at step 150,
-    soon after which the run was stopped (docs/dev/lab.md). digits-compress keeps them readable. A
-    pipeline, on a GPU and not run here: gruppo train ddpo --model FOLDER --data images:FOLDER
-    --lora.rank 4 --optim.lr 3e-4 --diffusion.steps 50 --diffusion.guidance 5.
+    soon after which the run was stopped (docs/dev/history/lab.md). digits-compress keeps them
+    readable. A pipeline, on a GPU and not run here: gruppo train ddpo --model FOLDER
+    --data images:FOLDER --lora.rank 4 --optim.lr 3e-4 --diffusion.steps 50 --diffusion.guidance 5.
     """
     return Config(
         model=PRETRAINED,
@@ -69,7 +69,7 @@ def ddpo() -> Config:
         ),  # at one update the ratio is 1, and nothing is clipped
         stage=Stage(kl_coef=0.04),
         # A reference that follows is no anchor: black images are at 3 nats of KL to it
-        # (docs/dev/lab.md).
+        # (docs/dev/history/lab.md).
         reference=ReferenceConfig(kind="mixed", update_rate=0.6, update_every=50),
         evaluation=EvaluationConfig(prompts=100, every=50),
         saving=SavingConfig(every=50, keep=1),

@@ -45,7 +45,7 @@ def digits_pretrain() -> Config:
         steps=4500,
         modality=DiffusionConfig(
             shift=3.0
-        ),  # 97.4% of samples of the requested class; 95.5% without (docs/dev/lab.md)
+        ),  # 97.4% of samples of the requested class; 95.5% without (docs/dev/history/lab.md)
         optim=OptimConfig(lr=2e-3, warmup_steps=50, decay="cosine"),
         stage=Stage(rl_coef=0.0, sup_coef=1.0),
         supervised=SupervisedConfig(batch=128),

@@ -42,7 +42,7 @@ def guess() -> Config:
         steps=60,
         # At temperature 1 and without an entropy bonus: at 1.5, or with a bonus of 0.03, no number
         # was found in the first 7 to 9 steps, so that there was no reward to learn from
-        # (docs/dev/lab.md).
+        # (docs/dev/history/lab.md).
         rollout=RolloutConfig(prompts=8, group_size=8, max_new_tokens=20),
         optim=OptimConfig(lr=1e-5, warmup_steps=3),
         environment=EnvironmentConfig(reply="gruppo.recipes.guess:reply", turns=3),

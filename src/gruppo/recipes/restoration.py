@@ -144,7 +144,7 @@ def denoise_photos() -> Config:
         reward=("psnr", "jpeg_compressibility:quality=90,without_header=true"),
         steps=6170,
         # A ramp at 1e-4, five times the network's last rate, lost 0.15 dB in 20 steps: hence 2.5e-5
-        # for the network, and 200 times that for the gains (docs/dev/lab.md).
+        # for the network, and 200 times that for the gains (docs/dev/history/lab.md).
         modality=RestorationConfig(
             action="band_gains:grid=8,std=0.15", supervises="base", action_lr_factor=200.0
         ),
@@ -169,7 +169,7 @@ def denoise_photos() -> Config:
         ),
         supervised=SupervisedConfig(batch=8),
         # dB and kB: at 5 the gain in PSNR is larger, from 7 on most of it is gone
-        # (docs/dev/lab.md).
+        # (docs/dev/history/lab.md).
         scoring=ScoringConfig(weights=(1.0, 6.0)),
         evaluation=EvaluationConfig(prompts=142, every=600),
         saving=SavingConfig(every=600, keep=1),
@@ -207,7 +207,7 @@ def restore_text() -> Config:
                 warmup_steps=30,
             ),
             # At 5e-3 the head returned the given image unchanged within ten steps
-            # (docs/dev/lab.md).
+            # (docs/dev/history/lab.md).
             Stage("full", lr="linear:1.3e-3,2e-4"),
         ),
         supervised=SupervisedConfig(data="lines:blur=0-2.5,noise=0-60,count=16000,set=1", batch=16),

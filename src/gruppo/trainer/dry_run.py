@@ -253,10 +253,8 @@ def _example(run: Run) -> list[str]:
     sample, length = shown(run.display.render(rollouts, 0)), int(rollouts.mask[0].sum())
     ending = f"{length} {run.display.action_name}s, ended by {rollouts.finish[0]}"
     lines.append(f"completion  {sample}  ({ending})")
-    kind = "images" if run.display.progress_unit == "image" else "completions"
     for name, part in scores.parts.items():
-        call = f"{name}(prompts=[...], {kind}=[...], ...)"
-        lines.append(f"reward      {call} = {float(part[0]):g}")
+        lines.append(f"reward      {name}(...) = {float(part[0]):g}")
     return lines + [f"failed      {f.reward}: {f.kind}: {f.message}" for f in scores.failures]
 
 
