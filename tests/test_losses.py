@@ -438,7 +438,7 @@ def test_ppo_refuses_what_would_be_broadcast_missing_or_nan(choices, inputs, nam
         (
             (ONES, torch.ones(2, 4)),
             {},
-            r"values is \[2, 4\] and needs",
+            r"values have 4 columns for 3 rewards\. .*bootstrap=values",
         ),
         ((ONES, ONES[:1]), {}, r"values is \[1, 3\] and needs to be \[2, 3\]"),
         ((ONES[0], ONES[0]), {}, r"rewards are \[3\].*rewards\[None\]"),
@@ -446,6 +446,8 @@ def test_ppo_refuses_what_would_be_broadcast_missing_or_nan(choices, inputs, nam
         ((ONES, ONES), {"bootstrap": torch.tensor([NAN, 1])}, "bootstrap holds numbers"),
         ((ONES * NAN, ONES), {}, "rewards holds numbers that are not finite.*not a reward of 0"),
         ((ONES, ONES), {"mask": ONES}, "mask is torch.float32"),
+        ((ONES, ONES, 1.5), {}, r"gamma=1.5 is out of range; .* \[0, 1\]"),
+        ((ONES, ONES), {"lam": NAN}, "lam=nan is out of range"),
     ],
 )
 def test_gae_refuses_what_has_no_meaning(inputs, named, says):

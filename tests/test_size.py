@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.size import SOURCE, by_part, measure, total
 
-TOKENS = 295_500
+TOKENS = 296_000
 """In all of ``src``. It may fall; a change that raises it says why."""
 DENSITY = 9.7
 """Tokens a code line, in all; half the lines of a dense file hold two thoughts."""

@@ -247,6 +247,10 @@ BROKEN = {
         changed(mask=lambda r: r.mask.long()),
         r"mask is torch.int64; it needs torch.bool",
     ),
+    "masks by weight": (
+        changed(mask=lambda r: r.mask.float()),
+        r"mask is torch.float32; it needs torch.bool",
+    ),
     "masks beyond lengths": (
         changed(lengths=lambda r: r.lengths - 1),
         "mask is True at or beyond lengths",
@@ -546,6 +550,8 @@ def test_a_reward_is_checked_with_all_that_training_takes_as_data(tmp_path):
         check_reward(short_and_right, [{"prompt": "2 + 3 =", "answer": "5"}])
     with pytest.raises(DataError, match="there is no file"):
         check_reward(short_and_right, "nowhere.jsonl")
+    with pytest.raises(ContractError, match="there are no prompts to check with"):
+        check_reward(short_and_right, [])
 
 
 def crashes_on_empty(completions, **columns):

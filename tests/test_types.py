@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from gruppo.protocols import DescriptionMixin
 from gruppo.types import (
     GruppoError,
     Likelihood,
@@ -18,7 +20,6 @@ from gruppo.types import (
     Rollouts,
     Sampling,
     Stat,
-    TokenColumn,
     TrainBatch,
 )
 
@@ -136,16 +137,6 @@ def test_cat_pads_continuous_actions_with_event_dimensions():
     assert not joined.actions[0, 1:].any()
 
 
-def test_columns_of_unequal_length_are_joined_with_their_own_padding():
-    short, long = rollouts_of([0], [1]), rollouts_of([0], [3])
-    parts = [
-        replace(part, columns={"experts": TokenColumn(torch.full((1, width, 2), n), padding=-1)})
-        for n, (part, width) in enumerate(((short, 1), (long, 3)))
-    ]
-    column = Rollouts.cat(parts).take([1, 0]).columns["experts"]
-    assert column.values[..., 0].tolist() == [[1, 1, 1], [0, -1, -1]] and column.padding == -1
-
-
 # --- batches and pieces ---------------------------------------------------------------------------
 
 
@@ -236,3 +227,10 @@ def test_statistics_of_integers_booleans_and_low_precision_are_summed_in_float64
 def test_sampling_that_means_nothing_is_refused(choices, says):
     with pytest.raises(GruppoError, match=says):
         Sampling(**choices)
+
+
+def test_the_group_that_is_shown_is_the_first_whose_scored_rewards_differ():
+    group_ids = torch.tensor([0, 0, 1, 1, 1, 2, 2])
+    rewards = torch.tensor([5.0, math.nan, 1.0, math.nan, 0.0, 3.0, 2.0])
+    assert DescriptionMixin().rows_to_show(group_ids, rewards) == [2, 4, 3]
+    assert DescriptionMixin().rows_to_show(group_ids[:0], rewards[:0]) == []

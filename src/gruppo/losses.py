@@ -229,6 +229,14 @@ def compute_gae(
     if rewards.ndim != 2:
         raise GruppoError(f"""rewards are {list(rewards.shape)}; they need [B, T]. For one sequence
             pass rewards[None].""")
+    if values.shape == (len(rewards), rewards.shape[1] + 1):
+        raise GruppoError(
+            f"values have {values.shape[1]} columns for {rewards.shape[1]} rewards",
+            advice="Pass values[:, :-1], and the last column as bootstrap=values[:, -1].",
+        )
+    for name, value in {"gamma": gamma, "lam": lam}.items():
+        if not 0 <= value <= 1:
+            raise GruppoError(f"{name}={value} is out of range; it needs to be in [0, 1]")
     _check(rewards, mask, is_finite=True, rewards=rewards, values=values)
     if bootstrap is not None:
         every = torch.ones(len(rewards), dtype=torch.bool, device=rewards.device)
@@ -298,7 +306,7 @@ class PPOLoss(_PolicyLoss):
             mask,
             is_finite=True,
             advantages=advantages,
-            old_logprobs=old_policy_logprobs,
+            old_policy_logprobs=old_policy_logprobs,
             returns=returns,
         )
 
@@ -328,7 +336,11 @@ def _rows(
 ) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"], Bool[Tensor, "B T"]]:
     """Rewards of rows, group ids from 0, and the mask."""
     if mask is None:
-        _check(logprobs, rewards=rewards)
+        if logprobs.shape != rewards.shape:
+            raise GruppoError(
+                f"rewards is {list(rewards.shape)} and needs to be {list(logprobs.shape)}",
+                advice="Log-probs of tokens [B, T] need a mask [B, T].",
+            )
         mask = torch.ones(rewards.numel(), 1, dtype=torch.bool, device=rewards.device)
     else:
         _check(logprobs, mask)
@@ -358,8 +370,7 @@ def _check(
     counts = torch.ones_like(like, dtype=torch.bool) if mask is None else mask
     for name, x in {"mask": mask, **inputs}.items():
         if x is not None and x.shape != like.shape:
-            problem = f"{name} is {list(x.shape)} and needs to be {list(like.shape)}"
-            raise GruppoError(f"{problem}. Token log-probs need a mask [B, T].")
+            raise GruppoError(f"{name} is {list(x.shape)} and needs to be {list(like.shape)}")
         if x is not None and is_finite and name != "mask" and bool((counts & ~x.isfinite()).any()):
             raise GruppoError(f"""{name} holds numbers that are not finite where mask is True. Leave
                 those rows out of the mask; a failed reward is not a reward of 0.""")

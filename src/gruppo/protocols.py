@@ -394,9 +394,11 @@ class DescriptionMixin:
     def rows_to_show(self, group_ids: Int[Tensor, "B"], rewards: Float[Tensor, "B"]) -> list[int]:
         """Return the rows of a step that are shown: the best and the worst of the first group whose
         rewards differ."""
+        own: list[int] = []
         for group in group_ids.unique():
             own = ranked_rows(group_ids == group, rewards)
-            if rewards[own[0]] > rewards[own[-1]]:
+            scored = rewards[own][rewards[own].isfinite()]
+            if len(scored) and scored[0] > scored[-1]:
                 break
         return list(dict.fromkeys([*own[:2], *own[-2:]]))
 

@@ -91,20 +91,6 @@ class Sampling:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenColumn:
-    """One value per action of each row, such as routing choices or a teacher's log-probs."""
-
-    values: Tensor
-    """[B, T, ...]"""
-    padding: float = 0
-    """Value of the columns that shorter rows get when they are joined with longer ones."""
-
-    def take(self, rows: Int[Tensor, "b"]) -> TokenColumn:
-        """Select rows."""
-        return TokenColumn(self.values[rows], self.padding)
-
-
-@dataclass(frozen=True, eq=False)
 class Rollouts:
     """B sampled rows, with all that rewards and another evaluation need."""
 
@@ -133,8 +119,6 @@ class Rollouts:
     length P."""
     per_row: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
     """[B, ...] entries of each row: initial latent, time steps, the environment's replies."""
-    columns: Mapping[str, TokenColumn] = field(default_factory=lambda: _EMPTY)
-    """Further values of each action; all rollouts that are joined have the same ones."""
 
     def __len__(self) -> int:
         return self.group_ids.shape[0]
@@ -148,7 +132,6 @@ class Rollouts:
         )  # [p] that have rows, and [b]
         rows_of = {name: _pick(getattr(self, name), index) for name in _ROW_FIELDS}
         rows_of["per_row"] = {name: _pick(value, index) for name, value in self.per_row.items()}
-        rows_of["columns"] = {name: column.take(index) for name, column in self.columns.items()}
         shared = {name: _pick(value, groups) for name, value in self.shared.items()}
         return replace(
             self, prompts=_pick(self.prompts, groups), group_ids=group_ids, shared=shared, **rows_of
@@ -191,16 +174,11 @@ class Rollouts:
         )
         shared = {name: _pick(values, first) for name, values in shared.items()}
         per_row = {name: _join([part.per_row[name] for part in parts]) for name in parts[0].per_row}
-        own = {}
-        for name, column in parts[0].columns.items():
-            wide = [_widened(p.columns[name].values, columns, column.padding) for p in parts]
-            own[name] = TokenColumn(torch.cat(wide), column.padding)
         return Rollouts(
             prompts=_pick(prompts, first),
             group_ids=group_ids,
             shared=shared,
             per_row=per_row,
-            columns=own,
             **fields,
         )
 
@@ -250,10 +228,10 @@ _COLUMN_FIELDS = ("actions", "mask", "sampler_logprobs", "policy_version")
 _ROW_FIELDS = (*_COLUMN_FIELDS, "lengths", "completions", "temperature", "finish")
 
 
-def _widened(x: Tensor, columns: int, padding: float = 0) -> Tensor:
-    """Pad [B, T, *E] to this number of columns."""
+def _widened(x: Tensor, columns: int) -> Tensor:
+    """Pad [B, T, *E] with zeros to this number of columns."""
     widths = (0, 0) * (x.ndim - 2) + (0, columns - x.shape[1])
-    return nn.functional.pad(x, widths, value=padding)
+    return nn.functional.pad(x, widths)
 
 
 def _pick(value: Any, index: Tensor) -> Any:

@@ -136,7 +136,7 @@ def test_train_resume_eval_sample_and_explain(tmp_path, monkeypatch):
         "WORK",
         "MEMORY",
         "reference",
-        "digits(prompts=",
+        "digits(...) = ",
     ):
         assert part in out
     assert sorted(tmp_path.rglob("*")) == before  # nothing was trained or written
@@ -462,6 +462,15 @@ def test_a_wrong_command_is_one_line_with_exit_code_2(capsys, args, says):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
+        (["--reward", "a", "--reward", "b"], "--reward is given twice; write --reward A B."),
+        (["--steps", "3", "--steps=4"], "--steps is given twice; leave one of them out."),
+        (
+            ["--optim.max-grad-norm=1", "--optim.max_grad_norm", "2"],
+            "--optim.max-grad-norm is given twice",
+        ),
+        (["--objective", "grpo", "--objective=ppo"], "--objective is given twice"),
+        (["--stages", "full", "--stages", "full"], "--stages is given twice"),
+        (["--stages", "full", "--stage.lr", "1", "--stage.lr", "1"], "--stage.lr is given twice"),
         (["--stages", TWO, "--stages.2.kl-coef", "1"], THERE),
         (["--stages", TWO, "--stages.full.kl-coef=1"], THERE),
         (["--stages", TWO, "--stages.1.lr", "fast"], "--stages.1.lr=fast is not understood"),
@@ -473,9 +482,9 @@ def test_an_option_of_a_stage_that_is_not_there_is_refused(args, says):
     assert says in error.value.message(as_flag)
 
 
-def test_the_last_of_an_option_counts_and_lists_are_whole():
-    config = parse_config("config", ["arithmetic", "--steps=3", "--steps", "4", "--reward=a"])
-    assert (config.steps, config.reward) == (4, ("a",))
+def test_a_run_without_stages_says_how_its_options_are_named():
+    with pytest.raises(GruppoError, match=r"the run has one stage, --stage\.lr and the like"):
+        parse_config("train", ["plain", "--stages.1.lr", "1"])
 
 
 def test_no_command_shows_the_help_and_exits_2(tmp_path):

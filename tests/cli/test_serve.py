@@ -137,7 +137,7 @@ def test_a_model_with_a_tied_head_is_served_from_an_untied_copy(tmp_path):
 
 def test_a_python_without_vllm_is_refused_with_how_to_get_one(monkeypatch):
     with pytest.raises(
-        GruppoError, match=r"has no vLLM\. Install it .* --python PATH or VLLM_PYTHON=PATH"
+        GruppoError, match=r"has no vLLM\. Install it .* or name one: VLLM_PYTHON=PATH"
     ):
         serve.find_vllm(sys.executable)
     monkeypatch.setattr(serve, "FIND_VLLM", "print('vllm 0.19.1')")

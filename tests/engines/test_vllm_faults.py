@@ -206,6 +206,9 @@ FAULTS = {
     "other weights": answering(
         with_choice(weight_versions=[{"version": "default", "start": 0, "end": 8}])
     ),
+    "versions without end": answering(
+        with_choice(weight_versions=[{"version": "default", "start": 0, "end": 10**13}])
+    ),
     "no version": answering(with_choice(weight_versions=None)),
 }
 

@@ -112,6 +112,19 @@ def test_an_error_beyond_the_limit_or_an_update_that_is_not_followed_is_refused(
     assert check.needs_canary(replica) != is_right and bool(check.refused) != is_right
 
 
+def test_a_fault_in_the_first_weights_is_not_taken_for_rounding():
+    """Three times the error of the first weights is a server's limit, but never more than the
+    canary's."""
+    check, replica = check_of(torch.full((4,), 0.01), 0.6)
+    known = check.standings[0]
+    known.is_measured = False
+    check.judge(replica, torch.full((4,), 0.5))
+    assert known.limit == 0.6
+    check.new = torch.full((4,), 0.7)
+    with pytest.raises(ServerError, match="does not hold the weights"):
+        check.judge(replica, torch.zeros(4))
+
+
 def test_a_part_that_is_left_behind_is_seen_below_the_limit():
     """An error of 0.29 nats, of an update of 0.65: half of it is not followed."""
     check, replica = check_of(torch.full((4,), 0.65), 0.3)

@@ -457,7 +457,7 @@ def test_a_column_of_the_wrong_type_costs_its_own_row_and_is_named():
         ("test_imports", 5, "test_imports is 5; it needs text"),
         ("test_imports", [["a"]], "test_imports is"),
         ("test_setup_code", {"a": 1}, "test_setup_code is {'a': 1}; it needs text"),
-        ("entry_point", ["f"], "entry_point is .'f'.; it needs the name"),
+        ("entry_point", ["f"], "the entry point is .'f'.; it needs the name"),
     ]:
         first, second = code_tests()(right, tests=tests, **{name: [bad, None]})
         assert isinstance(first, CallError) and re.search(why, first.message) and second == 1.0

@@ -164,6 +164,16 @@ def test_a_signal_during_learn_says_that_it_was_heard_and_what_is_saved(tmp_path
     )
 
 
+def test_rows_of_metrics_that_are_missing_before_the_checkpoint_are_reported(
+    tmp_path, whole, caplog
+):
+    run = shutil.copytree(whole(SIMPLE), tmp_path / "run")
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(rows[:4] + rows[6:]))
+    api.start(run)
+    assert "no row for 2 of the 12 steps before the checkpoint, from step 4 to 5" in caplog.text
+
+
 def test_a_signal_before_any_step_is_complete_says_that_there_is_nothing_to_save(tmp_path, capfd):
     with pytest.raises(gruppo.Stopped, match="before a step was saved"):
         start_with(tmp_path, Signalling(1), evaluation__prompts=0)

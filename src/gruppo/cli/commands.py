@@ -70,7 +70,7 @@ def _until_stopped(path: Path) -> Iterator[None]:
 def train(args: list[str]) -> None:
     """Train from the beginning."""
     trust_run, args = pop_switch(args, "--trust-run")
-    replayed, args = pop_option(args, "--replay")
+    replayed, args = pop_option(args, "--replay", "train")
     if replayed is not None:
         if not (Path(replayed) / "config.json").is_file() or (args and not args[0].startswith("-")):
             problem = f"--replay {replayed}: it needs the folder of a run, which has the recipe too"
@@ -239,14 +239,14 @@ def export(
 def explain(args: list[str]) -> None:
     """Describe what ``train`` would do; with ``--names SYSTEM``, show the options under another
     system's names."""
-    names, args = pop_option(args, "--names")
+    names, args = pop_option(args, "--names", "explain")
     if names is not None:
         peer_options.find_system(names)  # refused before a missing recipe is
         config = Config() if ":" in names and not args else parse_config("explain", args)
         print("\n".join(peer_options.explain_names(config, names)))
         return
     trust_run, args = pop_switch(args, "--trust-run")
-    gpus, args = pop_option(args, "--gpus")
+    gpus, args = pop_option(args, "--gpus", "plan")
     if gpus is not None and not (gpus.isdecimal() and int(gpus)):
         raise GruppoError(f"--gpus {gpus}: it needs a number of GPUs, as in --gpus 8.")
     config = parse_config("explain", args, trust_run=trust_run)

@@ -77,6 +77,15 @@ class Parser(argparse.ArgumentParser):
             **settings,
         )
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse an option that is given twice, of which the last would silently count."""
+        given = [str(arg).partition("=")[0] for arg in args or ()]
+        for name, action in self._option_string_actions.items():
+            if given.count(name) > 1:
+                text = f"write {name} A B" if action.nargs == "*" else "leave one of them out"
+                self.error(f"{name} is given twice; {text}")
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         raise GruppoError(f"{message.removeprefix('argument ')}. {self.prog} --help says more.")
 

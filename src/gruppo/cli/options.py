@@ -108,9 +108,11 @@ def pop_switch(args: Sequence[str], option: str) -> tuple[bool, list[str]]:
     return option in args, [arg for arg in args if arg != option]
 
 
-def pop_option(args: Sequence[str], option: str) -> tuple[str | None, list[str]]:
+def pop_option(
+    args: Sequence[str], option: str, command: str = "COMMAND"
+) -> tuple[str | None, list[str]]:
     """The value of one option (None without it), and the other arguments."""
-    parser = help_text.Parser(prog="gruppo")
+    parser = help_text.Parser(prog=f"gruppo {command}")
     parser.add_argument(option, dest="value")
     found, rest = parser.parse_known_args(args)
     return found.value, rest
@@ -151,8 +153,9 @@ def _not_understood(
     if not words[0].startswith("--"):
         problem = f"not understood: {' '.join(words)}."
     elif config is not None and name.startswith("stages."):
-        stages = [f"stages.{n} {stage.name}" for n, stage in enumerate(config.stages)] or ["stage"]
-        problem = f"unknown option {as_flag(name)}: the run has --{', --'.join(stages)}."
+        stages = [f"--stages.{n} {stage.name}" for n, stage in enumerate(config.stages)]
+        one = "one stage, --stage.lr and the like; --stages supervised:50,full names several"
+        problem = f"unknown option {as_flag(name)}: the run has {', '.join(stages) or one}."
     else:
         hint = peer_options.suggestion(name, known, as_flag)
         problem = f"unknown option {as_flag(name)}. {hint}".rstrip()

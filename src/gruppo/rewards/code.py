@@ -52,12 +52,12 @@ class CodeTests:
 
     ``all_or_nothing``: 1 where every test passes, else 0. ``column``: where the tests are.
     ``case_s``, ``program_s`` and ``memory_mib``: see ``SandboxLimits``. ``workers``: programs that
-    run at once; 0: one for each processor, up to
-    16. ``sandbox``: where programs run, see ``choose_sandbox``; empty: in gruppo's jail.
-        ``packages``: names, separated by commas, that programs may import beside the standard
-        library. A row without tests is not scored; one whose tests cannot be judged from outside is
-        a failure with the reason. Weakness: tests that stand in the prompt can be answered from a
-        table. Raises GruppoError where no program runs, or the jail does not hold.
+    run at once; 0: one for each processor, at most 16. ``sandbox``: where programs run, see
+    ``choose_sandbox``; empty: in gruppo's jail. ``packages``: names, separated by commas, that
+    programs may import besides the standard library. A row without tests is not scored; one whose
+    tests cannot be judged from outside is a failure with the reason. Weakness: tests that stand in
+    the prompt can be answered from a table. Raises GruppoError where no program runs, or the jail
+    does not hold.
     """
 
     __name__ = "code_tests"

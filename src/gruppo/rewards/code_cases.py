@@ -37,6 +37,8 @@ _FUNCTIONS = {
 }
 _KNOWN = {*_FUNCTIONS, "math", "pytest", "approx", "isclose"}
 """Names that are not the program's."""
+_REFUSED = {"eval", "exec", "compile", "__import__", "getattr", "globals", "locals", "vars"}
+_VERDICTS = (ast.Compare, ast.BoolOp, ast.IfExp, ast.NamedExpr)
 _OUTER = (
     *(ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.keyword, ast.Lambda),
     *(ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.comprehension),
@@ -139,7 +141,8 @@ class ProgramTests:
             if case.source:
                 result = next(results)
                 if result.status != "value":
-                    raise BadTest(f"{case.source:.80} has no value ({result.message})")
+                    expected = ast.parse(case.source, mode="eval").body.elts[0]  # type: ignore[attr-defined]
+                    raise BadTest(f"{_show(expected)} has no value ({result.message})")
                 case = case.with_expected(result.value[0])
             cases.append(case)
         return replace(self, cases=tuple(cases))
@@ -153,8 +156,6 @@ def read_tests(
     ``entry``: the function under test, where the tests do not name it. ``setup`` and ``imports``:
     code for the program's namespace, text or a list of lines.
     """
-    if entry is not None and not (isinstance(entry, str) and _PATH.fullmatch(entry)):
-        raise BadTest(f"entry_point is {entry!r:.60}; it needs the name of a function")
     code = [_text(imports or "", "test_imports"), _text(setup or "", "test_setup_code")]
     if isinstance(cell, str) and cell.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError, RecursionError):  # the text of asserts
@@ -162,6 +163,8 @@ def read_tests(
     if isinstance(cell, Mapping) and "inputs" in cell and "outputs" in cell:
         entry = entry or cell.get("fn_name")
         cell = _items_of_columns(cell["inputs"], cell["outputs"], "args" if entry else "input")
+    if entry is not None and not (isinstance(entry, str) and _PATH.fullmatch(entry)):
+        raise BadTest(f"the entry point is {entry!r:.60}; it needs the name of a function")
     if cell is None or (isinstance(cell, str) and not cell.strip()):
         return None
     items = [cell] if isinstance(cell, (str, Mapping)) else cell
@@ -231,7 +234,7 @@ def _call(item: Mapping[str, Any], entry: str | None) -> ProgramCase:
                 [json.loads(line) for line in str(item[name]).splitlines() if line.strip()]
                 for name in ("input", "output")
             )
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadTest(f"{item['input']!r:.60} is not one JSON value a line ({error})") from None
         output = outputs[0] if outputs else None
     elif args is None and kwargs is None:
@@ -245,7 +248,7 @@ def _call(item: Mapping[str, Any], entry: str | None) -> ProgramCase:
         request = {"args": encode([*args]), "kwargs": encode({**kwargs})}
     except NotPlain as error:
         raise BadTest(f"an argument or output: {error}") from None
-    return ProgramCase(request, output, alternatives=tuple(item.get("or", ())), is_json=True)
+    return ProgramCase(request, output, alternatives=tuple(item.get("or") or ()), is_json=True)
 
 
 # --- asserts --------------------------------------------------------------------------------------
@@ -299,9 +302,9 @@ def _case(line: ast.stmt) -> ProgramCase:
             limits = {str(option.arg).removesuffix("_tol"): option.value for option in options}
             return _comparison(left, right, {"rel": ast.Constant(1e-9), **limits})
         case ast.Assert(test=ast.UnaryOp(op=ast.Not(), operand=call)):
-            return ProgramCase(f"bool({_request(call, is_verdict=True)})", expected=False)
+            return ProgramCase(f"bool({_verdict(call)})", expected=False)
         case ast.Assert(test=call):
-            return ProgramCase(f"bool({_request(call, is_verdict=True)})", expected=True)
+            return ProgramCase(f"bool({_verdict(call)})", expected=True)
     raise BadTest("it is no assert, and no pytest.raises(TYPE) around one call")
 
 
@@ -322,8 +325,12 @@ def _comparison(left: ast.expr, right: ast.expr, limits: dict[str, ast.expr]) ->
     if limits:
         limits = {"abs": ast.Constant(0)} | limits
     sides = [expected, *(limits.get(name, ast.Constant(None)) for name in ("rel", "abs"))]
-    is_verdict = isinstance(expected, ast.Constant) and isinstance(expected.value, bool)
-    case = ProgramCase(_request(call, is_verdict=is_verdict))
+    if isinstance(expected, ast.Constant) and isinstance(expected.value, bool):
+        asked = call  # f(1).equals(2) == True: the program would say yes
+        while isinstance(asked, ast.Subscript):
+            asked = asked.value
+        _verdict(asked)
+    case = ProgramCase(_request(call))
     source = ast.unparse(ast.Tuple(sides, ast.Load()))
     try:
         return case.with_expected(ast.literal_eval(source))
@@ -331,38 +338,54 @@ def _comparison(left: ast.expr, right: ast.expr, limits: dict[str, ast.expr]) ->
         return replace(case, source=source)
 
 
-def _request(node: ast.expr, *, is_verdict: bool = False) -> str:
-    """Source of an expression for the jail, without any expected value.
-
-    ``is_verdict``: it gives True or False, so that it has to be ``f(x)``, ``module.f(x)`` or
-    ``Class().f(x)``, and nothing of the program in ``x``: not ``f(x).equals(y)``, where what the
-    program gave would answer, nor ``is_close(f(x), y)``.
-    """
+def _request(node: ast.expr) -> str:
+    """Source of an expression for the jail; BadTest if it holds an expected value, or makes the
+    program its own judge."""
     if not _is_own(node):
         raise BadTest("it calls nothing of the program")
+    for part in ast.walk(node):
+        if isinstance(part, _VERDICTS) and _is_own(part):
+            raise BadTest(f"{_show(part)} would be judged by the program itself; compare with ==")
+        if isinstance(part, ast.Attribute) and part.attr.startswith("__"):
+            raise BadTest(f"{part.attr} would be answered by the program itself; compare with ==")
+        if isinstance(part, ast.Name) and part.id in _REFUSED:
+            raise BadTest(f"{part.id} is not understood; call the function itself")
     outer: list[ast.AST] = [node]
     while outer:  # down to the program's functions: what stands in their arguments is their input
         part = outer.pop()
-        is_private = isinstance(part, ast.Attribute) and part.attr.startswith("__")
-        if not isinstance(part, _OUTER) or is_private:
+        if not isinstance(part, _OUTER):
             raise BadTest(f"{_show(part)} is made of what the program gave; compare f(...) with ==")
-        if not isinstance(part, ast.Call) or ast.unparse(part.func) in _FUNCTIONS:
-            if not isinstance(part, ast.Lambda):
-                outer += filter(_is_own, ast.iter_child_nodes(part))
-        elif hasattr(builtins, ast.unparse(part.func)):
-            raise BadTest(f"{_show(part)} is not understood; call the function itself")
-        elif is_verdict and not _answers_itself(part):
-            raise BadTest(f"{_show(part)} would be judged by the program itself; compare with ==")
+        if not _is_program_call(part) and not isinstance(part, ast.Lambda):
+            outer += filter(_is_own, ast.iter_child_nodes(part))
     return ast.unparse(node)
 
 
-def _answers_itself(call: ast.Call) -> bool:
-    owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
-    given: list[ast.AST] = [*call.args, *call.keywords]
-    if isinstance(owner, ast.Call) and ast.unparse(owner.func).rpartition(".")[2][:1].isupper():
-        given += owner.args
-        owner = owner.func
-    return isinstance(owner, ast.Name) and not any(map(_is_own, given))
+def _verdict(node: ast.expr) -> str:
+    """Source of an expression that gives True or False; BadTest unless it is ``f(x)``,
+    ``module.f(x)`` or ``Class().f(x)``.
+
+    Not ``f(x).equals(y)``, where what the program gave would answer, nor ``is_close(f(x), y)``.
+    """
+    owners: dict[ast.AST, ast.expr] = {}  # of each call what it begins with: f, module or Class()
+    for part in ast.walk(node):
+        if isinstance(part, ast.Call) and _is_program_call(part):
+            owner = part.func
+            while isinstance(owner, ast.Attribute):
+                owner = owner.value
+            owners[part] = owner
+    owner = owners.get(node, node)
+    names = {owner.id for owner in owners.values() if isinstance(owner, ast.Name)}
+    if isinstance(owner, ast.Call):  # Class() is named beside its methods
+        is_alone = ast.unparse(owner.func).rpartition(".")[2][:1].isupper() and len(names) == 1
+    else:
+        is_alone = isinstance(owner, ast.Name) and names == {owner.id}
+    if node not in owners or not is_alone:
+        raise BadTest(f"{_show(node)} would be judged by the program itself; compare with ==")
+    return _request(node)
+
+
+def _is_program_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) not in _FUNCTIONS
 
 
 def _is_own(node: ast.AST) -> bool:

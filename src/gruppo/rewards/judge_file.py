@@ -22,7 +22,7 @@ OWN_FIELDS = {"model", "messages", "response_format", "seed", "stream", "n"}
 """Fields of a request that ``request`` does not set."""
 WITHOUT_EFFECT = ("key_env", "concurrency", "timeout_s", "retries", "max_calls")
 """Entries that change no reward: a run can be resumed with other values."""
-ENDPOINT = re.compile(r"https?://[^\s@?#/]+(/[^\s@?#]*)?")
+ENDPOINT = re.compile(r"https?://[^\s@?#/:][^\s@?#/]*(/[^\s@?#]*)?")
 """Without a user or a query, which may be a key."""
 
 

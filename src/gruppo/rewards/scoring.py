@@ -425,6 +425,9 @@ def _retry(
         try:
             result.record([row], call([row], None if timeout_s is None else left_s))
         except CallError as error:
+            if error.kind == "timeout":
+                alone = f"alone, no answer within {left_s:.3g} s of the limit of {limit_s:g} s"
+                error = CallError("timeout", alone)
             result.fail([row], error)
             repeated += error.kind != "timeout" and error.identity == first.identity
         if repeated == n + 1 == SAME_ERRORS:

@@ -60,7 +60,7 @@ def check_reward(
                     f"{error} {other} Give check_reward some of your data as prompts."
                 ) from None
         return
-    if isinstance(prompts, list | tuple) and isinstance(prompts[0], Prompt):
+    if isinstance(prompts, list | tuple) and all(isinstance(p, Prompt) for p in prompts):
         own = [request.prompt for request in as_requests(prompts)]
     else:
         source = open_source(

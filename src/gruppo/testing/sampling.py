@@ -105,10 +105,12 @@ def _check_record(case: Case, rollouts: Rollouts) -> None:
         (p.id, p.draw, int((rollouts.group_ids == n).sum())) for n, p in enumerate(rollouts.prompts)
     ]
     requested = [(r.prompt.id, r.prompt.draw, r.size) for r in case.requests]
-    mask, logprobs, temperature = rollouts.mask, rollouts.sampler_logprobs, rollouts.temperature
+    # an integer mask would select rows by number; its dtype is checked below
+    mask = rollouts.mask.bool()
+    logprobs, temperature = rollouts.sampler_logprobs, rollouts.temperature
     # A density may exceed 1; a probability, by rounding only.
     highest = float("inf") if rollouts.actions.is_floating_point() else 1e-4
-    chosen = logprobs[mask.bool()]
+    chosen = logprobs[mask]
     expected = torch.full((rows,), float(case.sampling.temperature))
     problems = {
         f"{len(rollouts.completions)} completions for {rows} samples": len(rollouts.completions)
@@ -118,14 +120,13 @@ def _check_record(case: Case, rollouts: Rollouts) -> None:
             Each prompt needs one entry in prompts, and the group_ids of its rows point to it""": (
             sorted(groups) != sorted(requested)
         ),
-        # an integer mask would select rows by number
-        f"mask is {mask.dtype}; it needs torch.bool": mask.dtype != torch.bool,
+        f"mask is {rollouts.mask.dtype}; it needs torch.bool": rollouts.mask.dtype != torch.bool,
         "mask is True at or beyond lengths, where no action is": (
             mask & (torch.arange(columns) >= rollouts.lengths[:, None])
         ).any(),
         """sampler_logprobs needs finite nats where mask is True (at most 0 for discrete actions)
             and 0 elsewhere""": (
-            not chosen.isfinite().all() or (chosen > highest).any() or logprobs[~mask.bool()].any()
+            not chosen.isfinite().all() or (chosen > highest).any() or logprobs[~mask].any()
         ),
         f"temperature is {temperature.tolist()}, but {case.sampling.temperature} was requested": (
             not torch.allclose(temperature.cpu().float(), expected)

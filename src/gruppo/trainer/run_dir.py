@@ -173,6 +173,16 @@ class RunFolder:
         self.completions = CompletionFiles(self.path)
         for file in (*files, self.completions):
             file.cut(-1 if from_step is None else from_step)
+        logged = {row["step"] for row in read_lines(self.path / "metrics.jsonl")}
+        if missing := [step for step in range(1, (from_step or 0) + 1) if step not in logged]:
+            log.warning(
+                "metrics.jsonl has no row for %d of the %d steps before the checkpoint, from step "
+                "%d to %d: they are lost, and curves and gruppo doctor go without them.",
+                len(missing),
+                from_step,
+                missing[0],
+                missing[-1],
+            )
         return [
             *files,
             *trackers.open_trackers(config.track, self.path, config, from_step=from_step),

@@ -103,6 +103,10 @@ WRITTEN = {
         LLAMA,
         '<|python_tag|>{"type": "function", "name": "multiply", "parameters": {"a": 12, "b": 34}}',
     ),
+    "llama 3, the name beside": (
+        LLAMA,
+        '{"type": "function", "function": "multiply", "parameters": {"a": 12, "b": 34}}',
+    ),
 }
 
 
@@ -185,6 +189,12 @@ def test_values_of_tags_have_the_types_of_the_schema():
             "digits",
         ),
         (LLAMA, '{"name": "multiply", "parameters": {"a": 12', "JSON"),
+        *(
+            (XML, f"<tool_call><function=multiply>{body}</function></tool_call>", "is no argument")
+            for body in ("<parameter=a>12", '{"a": 12}', "so <parameter=a>12</parameter>")
+        ),
+        (GLM, "<tool_call>multiply\n<arg_key>a</arg_key>\n12\n</tool_call>", "is no argument"),
+        (INVOKE, '<invoke name="multiply"><parameter name="a">12</invoke>', "is no argument"),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(form, text, why):
@@ -200,3 +210,12 @@ def test_reasoning_is_what_the_turn_begins_with_and_its_calls_are_not_made():
     assert (message["reasoning_content"], calls) == (f"never closed {call}", [])
     assert len(read(f"<think>\n\n</think>\n\n{call}", HERMES)[1]) == 1
     assert functions("Is <think> a tag?", HERMES) == ("Is <think> a tag?", [])
+    broken = "<tool_call><function=multiply>12</function></tool_call>"
+    assert read(f"<think>\n{broken}\n</think>\n\nNo.", XML)[1] == []
+
+
+def test_spaces_before_what_is_no_call_take_no_time_that_grows_with_their_square():
+    """A regular expression holds the interpreter, so that no deadline would stop it."""
+    text = " " * 200_000 + "x"
+    for form in (LLAMA, KIMI, DEEPSEEK):
+        assert functions(text, form) == ("x", [])

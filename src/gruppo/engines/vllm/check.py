@@ -35,8 +35,8 @@ async def check_server(
         )
     # a run that died while it updated has left the server asleep, or while it published, paused
     if is_colocated:
-        await replica.control("/wake_up")
-    await replica.control("/resume")
+        await replica.request("POST", "/wake_up")
+    await replica.request("POST", "/resume")
     params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
     body = {"token_ids": ids[:1], "sampling_params": params}
     needed = f"route {GENERATE}. {START}, which sets --enable-scale-out"

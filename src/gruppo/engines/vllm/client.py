@@ -260,7 +260,8 @@ def _read_row(answer: Any, limit: int, *, is_lora: bool) -> SampledRow:
     reason = choice["finish_reason"]
     versions: list[str] = []
     for span in choice["weight_versions"] or ():
-        versions += [str(span["version"])] * (int(span["end"]) - int(span["start"]))
+        count = int(span["end"]) - int(span["start"])
+        versions += [str(span["version"])] * min(count, limit + 1)
     if is_lora:  # an adapter is chosen by its name; the version is that of the base
         versions = [str(answer.get("model"))] * len(tokens)
     highest = max(logprobs, default=0.0)

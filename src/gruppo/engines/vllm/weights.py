@@ -210,7 +210,9 @@ class WeightCheck:
             self.refused.add(replica.number)
             raise _not_held(f"follow {followed:.2f} of the update", known.error, known.limit)
         if not known.is_measured:
-            known.limit = MAX_ERROR * max(known.error, LEAST_ROUNDING_NATS)
+            # never above the canary's limit: a fault in the first weights is no rounding
+            measured = MAX_ERROR * max(known.error, LEAST_ROUNDING_NATS)
+            known.limit = min(known.limit, measured)
             known.is_measured = True
         if is_large:
             known.previous = self.new

@@ -93,13 +93,13 @@ FORMATS = {
     ),
     "DeepSeek": ToolFormat(
         "<｜tool▁call▁begin｜>",
-        r"(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
+        r"(?:<｜tool▁calls▁begin｜>)?\s{0,9}<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?"
         r"(?P<name>[^\n<]+)(?:<｜tool▁sep｜>|\n```json\n)",
         r"(?:```\s*)?<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?",
     ),
     "Kimi": ToolFormat(
         "<|tool_call_begin|>",
-        r"(?:<\|tool_calls_section_begin\|>)?\s*<\|tool_call_begin\|>\s*"
+        r"(?:<\|tool_calls_section_begin\|>)?\s{0,9}<\|tool_call_begin\|>\s*"
         r"(?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+)\s*<\|tool_call_argument_begin\|>",
         r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?",
     ),
@@ -115,7 +115,7 @@ FORMATS = {
     # last: any JSON object with a name, wherever a template writes it
     "Llama 3": ToolFormat(
         "<|python_tag|>",
-        r'(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:type|name|function)"\s*:)',
+        r'(?:<\|python_tag\|>)?\s{0,9}(?=\{\s{0,9}"(?:type|name|function)"\s*:)',
         r";\s*(?=\{)",
     ),
 }
@@ -131,6 +131,12 @@ def read_message(text: str, form: ToolFormat, tools: list[Any]) -> dict[str, Any
     content = SCAFFOLD.sub("", found.get("content", ""))
     if form.mark in content:
         raise ValueError(f"{form.mark} begins a call that goes on in another way than this model's")
+    if form.tags:  # the parser skips what is no tag, and the call would lack arguments
+        reasoning = found.get("reasoning_content") or ""
+        answer = text[text.find(reasoning) + len(reasoning) :]
+        for call in re.finditer(rf"(?s)(?:{form.begin})(?P<body>.*?)(?:{form.end}|\Z)", answer):
+            if rest := re.sub(form.tags, "", call["body"], flags=re.DOTALL).strip():
+                raise ValueError(f"{rest[:40]!r} is no argument")
     return {**found, "content": content}
 
 
@@ -145,6 +151,8 @@ def calls_of(values: Any) -> list[dict[str, Any]]:
 def call_of(value: Any) -> dict[str, Any]:
     """A parsed call in the form of messages; ValueError if it lacks a name or has odd arguments."""
     function = value.get("function", value) if isinstance(value, Mapping) else {}
+    if isinstance(function, str):  # Llama 3: the name beside the parameters
+        function = {**value, "name": function}
     name = function.get("name", function.get("tool_name"))
     arguments = function.get("arguments", function.get("parameters")) or {}
     if isinstance(arguments, str):  # some models write the object as a string

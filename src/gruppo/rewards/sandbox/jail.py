@@ -174,7 +174,7 @@ class Jail(AbstractContextManager["Jail"]):
     def calls(
         self,
         program: str,
-        cases: Sequence[Sequence[str]],
+        cases: Sequence[Sequence[str | Mapping[str, str]]],
         *,
         setup: str = "",
         entry: str | None = None,

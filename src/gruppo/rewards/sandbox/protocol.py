@@ -3,7 +3,7 @@ stays outside."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -60,15 +60,17 @@ class Sandbox(Protocol):
     def calls(
         self,
         program: str,
-        cases: Sequence[Sequence[str]],
+        cases: Sequence[Sequence[str | Mapping[str, str]]],
         *,
         setup: str = "",
         entry: str | None = None,
         room: int = 0,
     ) -> list[CaseResult]:
-        """Evaluate the expressions of each case in the namespace of the program, after ``setup``.
+        """Evaluate each case in the namespace of the program, after ``setup``.
 
-        ``entry``: a function that may be a method of ``class Solution``.
+        A case holds expressions, or arguments for ``entry``, ``{"args": ..., "kwargs": ...}`` as
+        ``plain_data.encode`` writes them. ``entry``: a function that may be a method of ``class
+        Solution``.
         """
 
     def script(self, program: str, inputs: Sequence[str], *, room: int = 0) -> list[CaseResult]:
@@ -88,7 +90,7 @@ def base_room(cases: int) -> int:
 
 
 def decode_values(
-    results: Sequence[CaseResult], cases: Sequence[Sequence[str]], room: int
+    results: Sequence[CaseResult], cases: Sequence[Sequence[Any]], room: int
 ) -> list[CaseResult]:
     """Decode the values of calls. All of them share a budget of nodes: an honest one has at most
     one for 4 bytes."""
