@@ -1,5 +1,5 @@
 #!/bin/bash
-# What a cluster needs beside the command, for gruppo launch ... --on slurm --template cluster.sh: change it for yours.
+# What a cluster needs beside the command, for gruppo launch ... --slurm cluster.sh: change it for yours.
 #SBATCH --partition=gpu
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=8

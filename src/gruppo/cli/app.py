@@ -6,7 +6,7 @@ usage: gruppo COMMAND ...
                               (TOML, YAML, JSON)
   train --replay RUN          train again from the ledger of a run with --engine.lag, without its
                               engine
-  launch RECIPE --trainers N --servers M [--on local|slurm|ray]
+  launch RECIPE --trainers N --servers M [--slurm FILE]
                               train with vLLM servers, all started and kept running
   resume RUN                  continue a stopped or killed run, to the bit
   eval RUN                    greedy answers of a run's model to its held-out prompts

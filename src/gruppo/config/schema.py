@@ -540,15 +540,11 @@ class LaunchConfig:
     """Ranks of the trainer."""
     servers: Count = 1
     """vLLM servers; with 0, the policy itself samples."""
-    on: Literal["local", "slurm", "ray"] = "local"
-    """Where: this machine, a Slurm job, or a job on one node of a Ray cluster."""
     dry_run: bool = False
     """Print the commands, or the script of the Slurm job, and start nothing."""
-    port: Annotated[int, Range(ge=0, le=65000)] = 0  # those of the other servers are above it
-    """Port of the first server, which the others follow; 0 for free ones."""
     max_restarts: Count = 3
-    """Restarts of the trainers, and of each server, within an hour."""
+    """Restarts of the trainers, and of each server."""
     server_command: str = ""
     """Command of a server, with {model}, {host} and {port}; default: gruppo serve."""
-    template: str = ""
-    """--on slurm: a shell script with the #SBATCH lines and the set-up of the cluster."""
+    slurm: str = ""
+    """Submit a Slurm job: a script with the #SBATCH lines and the set-up of the cluster."""

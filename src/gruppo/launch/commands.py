@@ -98,15 +98,15 @@ def _own_server_command(launch: Launch, host: str, port: int) -> list[str]:
     from gruppo.modalities.text.modality import found_model
 
     try:
-        words = shlex.split(launch.options.server_command)
+        command = shlex.split(launch.options.server_command)
     except ValueError as error:
         raise GruppoError(
             f"--server-command cannot be split into words ({error}). Close its quotes."
         ) from None
     model = model_of(found_model(launch.config.model)[0])
     for name, value in (("{model}", model), ("{host}", host), ("{port}", str(port))):
-        words = [word.replace(name, value) for word in words]
-    return words
+        command = [word.replace(name, value) for word in command]
+    return command
 
 
 def parse_launch(args: list[str]) -> Launch:
@@ -144,13 +144,10 @@ def _check(launch: Launch) -> None:
         # a run that has begun cannot change its engine
         if config.engine.kind != "vllm" and (config.engine.kind or launch.is_begun):
             kind = config.engine.kind or "the policy itself"
-            raise GruppoError(
-                f"engine={kind}: --servers starts vLLM servers", advice="Set --servers 0"
-            )
+            raise GruppoError(f"engine={kind}: --servers starts vLLM servers. Set --servers 0.")
         if config.engine.urls and not launch.is_begun:
             raise GruppoError(
-                "engine.urls: gruppo launch starts the servers",
-                advice="Leave it out, or set --servers 0",
+                "engine.urls: gruppo launch starts the servers. Leave it out, or set --servers 0."
             )
         servers = {"engine.kind": "vllm", "engine.urls": ["http://127.0.0.1"]}
         config = serialization.change(config, servers)
@@ -162,11 +159,8 @@ def _check(launch: Launch) -> None:
 
     validate(config, Parts())
     prompts = config.rollout.prompts
-    groups = prompts * (config.engine.lag + 1)
-    for name, count, limit in (
-        ("servers", options.servers, groups),
-        ("trainers", options.trainers, prompts),
-    ):
+    for name, limit in (("servers", prompts * (config.engine.lag + 1)), ("trainers", prompts)):
+        count = getattr(options, name)
         if count > limit:
             raise GruppoError(
                 f"--{name} {count}: a step has {counted(limit, 'prompt')}, and each needs one",
@@ -174,17 +168,10 @@ def _check(launch: Launch) -> None:
             )
 
 
-def free_ports(first: int, count: int) -> list[int]:
-    """Ports of this machine that nothing listens on: those from ``first`` on; with 0, any."""
+def free_ports(count: int) -> list[int]:
+    """Ports of this machine that nothing listens on."""
     with ExitStack() as stack:
-        try:
-            ports = [first + n if first else 0 for n in range(count)]
-            probes = [stack.enter_context(socket.create_server(("", port))) for port in ports]
-        except OSError as error:
-            raise GruppoError(
-                f"--port {first}: {error.strerror}",
-                advice=f"Give the first of {counted(count, 'free port')}, or leave it out",
-            ) from None
+        probes = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
         return [probe.getsockname()[1] for probe in probes]
 
 
@@ -196,10 +183,11 @@ def devices(launch: Launch) -> tuple[dict[str, str], list[dict[str, str]]]:
     trainers, servers = launch.options.trainers, launch.options.servers
     count = 0 if launch.config.device == "cpu" else torch.cuda.device_count()
     if not count:
-        if trainers == 1 or "OMP_NUM_THREADS" in os.environ:
-            return {}, [{}] * servers
-        # not fewer for --servers: a resumed run needs as many threads as before
-        return {"OMP_NUM_THREADS": str(max(usable_processors() // trainers, 1))}, [{}] * servers
+        environment = dict[str, str]()
+        if trainers > 1 and "OMP_NUM_THREADS" not in os.environ:
+            # not fewer for --servers: a resumed run needs as many threads as before
+            environment["OMP_NUM_THREADS"] = str(max(usable_processors() // trainers, 1))
+        return environment, [{}] * servers
     each = launch.gpus_per_server
     first = 0 if launch.config.engine.colocated else trainers
     needed = max(first + servers * each, trainers)
@@ -209,9 +197,11 @@ def devices(launch: Launch) -> tuple[dict[str, str], list[dict[str, str]]]:
             f"{counted(each, 'GPU')} need {needed} GPUs, and {count} are here",
             advice="Lower --trainers or --servers, or share GPUs with $engine.colocated True",
         )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    names = visible.split(",")
-    groups = [names[:trainers]]
-    groups += [names[first + n * each : first + (n + 1) * each] for n in range(servers)]
-    environments = [{"CUDA_VISIBLE_DEVICES": ",".join(group)} for group in groups]
-    return environments[0], environments[1:]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else list(map(str, range(count)))
+
+    def environment_of(start: int, count: int) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names[start : start + count])}
+
+    own = [environment_of(first + n * each, each) for n in range(servers)]
+    return environment_of(0, trainers), own

@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,15 +16,13 @@ from typing import Any
 
 from gruppo.cli.serve import answers
 from gruppo.errors import EngineLost
-from gruppo.launch.cluster import submit_to_ray, submit_to_slurm
+from gruppo.launch import slurm
 from gruppo.launch.commands import Launch, devices, free_ports, log, parse_launch
 from gruppo.loading import visible
 from gruppo.platforms import ends_with_parent, lock_file
 from gruppo.types import GruppoError
 
 POLL_S = 0.5
-WINDOW_S = 3600.0
-"""Within which restarts are counted."""
 GRACE_S = 600.0
 """How long the other ranks may take to notice that one has ended, and to save."""
 SERVER_GRACE_S = 40.0
@@ -53,9 +51,6 @@ class ChildProcess(subprocess.Popen):
 
     def kill(self) -> None:
         """Kill it, and what it has started."""
-        if os.name != "posix":
-            super().kill()
-            return
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -79,14 +74,14 @@ class Supervisor:
 
     def __init__(self, launch: Launch, start: Callable[..., Any] = ChildProcess) -> None:
         self.launch, self._start = launch, start
-        ports = free_ports(launch.options.port, launch.options.servers)
-        self._env, server_envs = devices(launch)
+        self._env, environments = devices(launch)
+        ports = free_ports(len(environments))
         self.servers = [
             Server(f"server{n}", port, env)
-            for n, (port, env) in enumerate(zip(ports, server_envs, strict=True))
+            for n, (port, env) in enumerate(zip(ports, environments, strict=True))
         ]
         self.trainers = list[Any]()
-        self._failures = defaultdict[str, list[float]](list)
+        self.restarts = Counter[str]()
         output = launch.log("trainer0")
         self._shown = output.stat().st_size if output.is_file() else 0
 
@@ -123,12 +118,17 @@ class Supervisor:
         command = launch.resume_command() if launch.is_begun else launch.train_command(urls)
         env = {**self._env, "GRUPPO_ENGINE_URLS": ",".join(urls)}
         if count > 1:
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(0, 1)[0])}
-            env |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+            env |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(free_ports(1)[0]),
+                "WORLD_SIZE": str(count),
+                "LOCAL_WORLD_SIZE": str(count),
+            }
         self.trainers = []
         for rank in range(count):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}
-            self.trainers.append(self._start(command, env | own, launch.log(f"trainer{rank}")))
+            if count > 1:
+                env = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self.trainers.append(self._start(command, env, launch.log(f"trainer{rank}")))
 
     def _wait_for_servers(self) -> None:
         what = "the trainers start when all servers answer and nothing writes to %s"
@@ -161,13 +161,13 @@ class Supervisor:
 
     def _watch(self) -> int:
         """Wait for the trainers; return their exit code."""
-        failed_at = float("inf")
+        until = float("inf")
         while None in (codes := [process.poll() for process in self.trainers]):
             if any(codes):  # the others notice it, save and end
-                failed_at = min(failed_at, time.monotonic())
-                if time.monotonic() > failed_at + GRACE_S:
-                    for process in self.trainers:
-                        process.kill()
+                until = min(until, time.monotonic() + GRACE_S)
+            if time.monotonic() > until:
+                for process in self.trainers:
+                    process.kill()
             self._check_servers()
             self._show_output()
             time.sleep(POLL_S)
@@ -175,12 +175,10 @@ class Supervisor:
         return exit_code(codes)
 
     def _may_restart(self, name: str, code: int) -> bool:
-        now = time.monotonic()
-        failures = [at for at in self._failures[name] if at > now - WINDOW_S]
-        self._failures[name] = [*failures, now]
-        if len(failures) >= self.launch.options.max_restarts:
+        if self.restarts[name] == self.launch.options.max_restarts:
             log.error("%s: exit code %s; not started again (--max-restarts)", name, code)
             return False
+        self.restarts[name] += 1
         log.warning("%s: exit code %s; started again", name, code)
         return True
 
@@ -195,17 +193,16 @@ class Supervisor:
 
     def _end(self) -> None:
         servers = [server.process for server in self.servers if server.process is not None]
-        try:
-            for process in self.trainers:
-                process.kill()
-            for process in servers:
-                process.terminate()
-            until = time.monotonic() + SERVER_GRACE_S
+        for process in self.trainers:
+            process.kill()
+        for process in servers:
+            process.terminate()
+        until = time.monotonic() + SERVER_GRACE_S
+        with suppress(KeyboardInterrupt):
             while any(p.poll() is None for p in servers) and time.monotonic() < until:
                 time.sleep(POLL_S)
-        finally:
-            for process in servers:
-                process.kill()
+        for process in servers:
+            process.kill()
 
 
 def exit_code(codes: Sequence[int | None]) -> int:
@@ -239,10 +236,8 @@ def _show(command: Sequence[str], env: Mapping[str, str], output: Path) -> None:
 def launch(args: list[str]) -> int:
     """Start what a command line requests, and stay until it is done; return the exit code."""
     planned = parse_launch(args)
-    if planned.options.on == "slurm":
-        return submit_to_slurm(planned)
-    if planned.options.on == "ray":
-        return submit_to_ray(planned, args)
+    if planned.options.slurm:
+        return slurm.submit(planned)
     if planned.options.dry_run:
         supervisor = Supervisor(planned, _show)
         for server in supervisor.servers:

@@ -1,4 +1,4 @@
-"""A launch as a Slurm job, or as a job of Ray."""
+"""A launch as a Slurm job."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import secrets
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from gruppo.cli.options import pop_option
-from gruppo.launch.commands import GRUPPO, Launch
+from gruppo.launch.commands import Launch
 from gruppo.types import GruppoError
 
 _JOB = r"""
@@ -71,19 +69,11 @@ def slurm_script(launch: Launch) -> str:
     """The script of a job: the lines of the user's template, the commands of servers and trainers,
     and what starts them as steps and puts the job back into the queue."""
     options = launch.options
-    port = options.port or 20000 + secrets.randbelow(10000)  # jobs may share a machine
+    port = 20000 + secrets.randbelow(10000)  # jobs may share a machine
     servers = [
         shlex.join(launch.server_command("0.0.0.0", port + n)) for n in range(options.servers)
     ]
     output = launch.log("slurm").absolute()
-    header = [
-        f"--job-name={shlex.quote(launch.config.name)}",
-        f"--ntasks={options.trainers + options.servers}",
-        "--signal=B:USR1@600",  # seconds before the time limit
-        "--requeue",
-        "--open-mode=append",
-        f"--output={shlex.quote(str(output))}",
-    ]
     variables = {
         "FOLDER": shlex.quote(str(launch.folder)),
         "LOGS": shlex.quote(str(output.parent)),
@@ -97,36 +87,37 @@ def slurm_script(launch: Launch) -> str:
         "TRAIN": f"({shlex.join(launch.train_command([]))})",
         "RESUME": f"({shlex.join(launch.resume_command())})",
     }
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *(f"#SBATCH {option}" for option in header),
-            *_template(options.template),
-            *(f"{name}={value}" for name, value in variables.items()),
-            _JOB,
-        ]
-    )
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={shlex.quote(launch.config.name)}",
+        f"#SBATCH --ntasks={options.trainers + options.servers}",
+        "#SBATCH --signal=B:USR1@600",  # seconds before the time limit
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output={shlex.quote(str(output))}",
+        _template(options.slurm),
+        *(f"{name}={value}" for name, value in variables.items()),
+        _JOB,
+    ]
+    return "\n".join(lines)
 
 
-def _template(path: str) -> list[str]:
-    """The lines of the user's template."""
-    if not path:
-        raise GruppoError("""--on slurm needs --template FILE, a shell script with the #SBATCH lines
-            of your cluster; examples/launch/cluster.sh is one.""")
+def _template(path: str) -> str:
+    """The user's template."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise GruppoError(
-            f"--template {path} cannot be read ({error}). Give a shell script."
+            f"--slurm {path} cannot be read ({error}). Give a shell script."
         ) from None
     if not re.search(r"(?m)^#SBATCH\s+([^#\n]*\s)?(--partition[=\s]\s*|-p\s*)\w", text):
         raise GruppoError(f"""{path} names no partition. Add the line #SBATCH --partition=NAME;
             sinfo lists their names.""")
-    return text.splitlines()
+    return text
 
 
-def submit_to_slurm(launch: Launch) -> int:
-    """Submit the job; return 0."""
+def submit(launch: Launch) -> int:
+    """Submit the job, or print its script; return the exit code."""
     script = slurm_script(launch)
     if launch.options.dry_run:
         print(script)
@@ -134,29 +125,9 @@ def submit_to_slurm(launch: Launch) -> int:
     file = launch.folder / "logs" / "launch.sbatch"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(script, encoding="utf-8")
-    return _run(["sbatch", str(file)], "Submit it on a machine with Slurm")
-
-
-def submit_to_ray(launch: Launch, args: Sequence[str]) -> int:
-    """Submit the launch as a job of one node of the Ray cluster; return the exit code of
-    ``ray``."""
-    options = [f"--submission-id={launch.config.name}"]
-    if launch.config.device != "cpu":
-        gpus = launch.options.trainers + launch.options.servers * launch.gpus_per_server
-        options.append(f"--entrypoint-num-gpus={gpus}")
-    at = args.index("--") if "--" in args else len(args)
-    words = [*pop_option(args[:at], "--on")[1]]
-    if not any(word.partition("=")[0] == "--name" for word in words):
-        words += ["--name", launch.config.name]  # a job that is started again continues the run
-    command = ["ray", "job", "submit", *options, "--", *GRUPPO, "launch", *words, *args[at:]]
-    if launch.options.dry_run:
-        print(shlex.join(command))
-        return 0
-    return _run(command, 'Install "ray[default]", and set RAY_ADDRESS to the cluster')
-
-
-def _run(command: Sequence[str], advice: str) -> int:
     try:
-        return subprocess.run(command).returncode
+        return subprocess.run(["sbatch", str(file)]).returncode
     except OSError as error:
-        raise GruppoError(f"{command[0]} cannot be run ({error.strerror})", advice=advice) from None
+        raise GruppoError(
+            f"sbatch cannot be run ({error.strerror})", advice="Submit it on a machine with Slurm"
+        ) from None
