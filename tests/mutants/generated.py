@@ -1,8 +1,9 @@
 """Mutants made by rule: one operator, number or condition of the numerical code is changed.
 
-The tests that may catch one are those that import its module, and those of its part that name what
-it defines. A sample is seeded by the commit, so that each run of CI tries others; survivors that
-cannot be caught are listed in ``survivors.txt`` with the reason.
+The tests that may catch one are those that were seen to run its function (``covering.py``); of a
+function that no recording knows, those that import its module, and those of its part that name
+what it defines. A sample is seeded by the commit, so that each run of CI tries others; survivors
+that cannot be caught are listed in ``survivors.txt`` with the reason.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tests.mutants.covering import tests_of
 from tests.mutants.mutant import SOURCE, TESTS
 
 PLACES = ("core", "trainer", "modalities/*/policy.py", "modalities/*/sampling.py", "losses.py")
@@ -60,7 +62,16 @@ DROPPED = {"detach", "exp", "clamp", "abs", "square"}
 SKIPPED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.arguments, ast.Import)
 """Statements and expressions whose change is a message or a type, not a number."""
 UNSEEN_CALLS = {"info", "warning", "debug", "GruppoError", "log", "isinstance"}
-UNSEEN_NAMES = ("perf_counter", "monotonic", "seconds", "tile", "budget", "is_main", "device")
+UNSEEN_NAMES = (
+    "perf_counter",
+    "monotonic",
+    "seconds",
+    "tile",
+    "budget",
+    "is_main",
+    "device",
+    "cuda",
+)
 """Parts of names by which an expression is about time, memory or printing: no number of a run
 depends on it."""
 
@@ -90,8 +101,8 @@ class Generated:
 
     @property
     def tests(self) -> tuple[str, ...]:
-        """Test files, below ``tests``, the ones about this module first."""
-        return _tests_of(self.file)
+        """Tests or test files, below ``tests``, the ones about this function first."""
+        return tests_of(self.file, self.function) or _tests_of(self.file)
 
 
 def sample(count: int, seed: str) -> list[Generated]:
@@ -107,6 +118,12 @@ def mutants_of(file: str) -> list[Generated]:
         Generated(file, function, getattr(node, "lineno", 0), change, number)
         for number, (node, function, _, change) in enumerate(_changes(module))
     ]
+
+
+def functions() -> list[str]:
+    """Name all functions that have a mutant: the file, a space and the qualified name."""
+    everything = [mutant for file in _files() for mutant in mutants_of(file)]
+    return sorted({f"{mutant.file} {mutant.function}" for mutant in everything})
 
 
 def _files() -> Iterator[str]:
@@ -187,7 +204,10 @@ def _changes_of(node: ast.AST) -> Iterator[tuple]:
         swapped = SWAPS[type(node.ops[0])]
         yield _set("ops", [swapped()]), f"{text} -> {_name(swapped)}"
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Not):
-        yield _become_operand, f"{text} -> without the sign"
+        if text == "-1":  # the last axis or element: 1 is often the same, 0 is not
+            yield _become_zero, "-1 -> 0"
+        else:
+            yield _become_operand, f"{text} -> without the sign"
     if isinstance(node, ast.IfExp) and not (_is_string(node.body) or _is_string(node.orelse)):
         yield _set("test", ast.Constant(value=True)), f"{text} -> always the first"
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -206,6 +226,10 @@ def _set(field: str, value: object):
 
 def _become_operand(node: ast.AST) -> None:
     _become(node, node.operand)  # type: ignore[attr-defined]
+
+
+def _become_zero(node: ast.AST) -> None:
+    _become(node, ast.Constant(value=0))
 
 
 def _become_receiver(node: ast.AST) -> None:
