@@ -40,6 +40,16 @@ def test_equal_sums_have_advantages_of_exactly_zero(value, eps):
 
 
 @pytest.mark.silent_bug(12)
+
+
+def test_a_small_spread_among_many_rows_is_normalised_and_not_taken_for_rounding():
+    """Sums of 1 +- 1e-4, 200 times the rounding of float32, in rows enough that a total would hide
+    them."""
+    total = f64(1 - 1e-4, 1 + 1e-4).repeat(200)
+    got = normalized_sum([total], [1.0], torch.ones(400, dtype=torch.bool), eps=0.0)
+    assert got.abs().min() > 0.99 and torch.equal(got.sign().double(), (total - 1).sign())
+
+
 def test_two_ranks_normalise_the_sum_as_one():
     parts, weights = [f64(1, 5, 2, 9), f64(0, 1, 1, 0)], [0.5, 2.0]
     together = on_ranks(

@@ -214,6 +214,14 @@ def test_equal_advantages_are_whitened_to_exactly_zero(value, count):
         assert not whiten(mixed, loss_mask).any()
 
 
+def test_a_small_spread_among_many_actions_is_whitened_and_not_taken_for_rounding():
+    """1 +- 1e-3: the spread is 2,000 times the rounding of float32, however many actions there
+    are."""
+    x = torch.tensor([[1 - 1e-3, 1 + 1e-3]]).repeat(200, 1)
+    white = whiten(x, torch.ones_like(x, dtype=torch.bool))
+    assert white.abs().min() > 0.99 and torch.equal(white.sign(), (x - 1).sign())
+
+
 def test_whitening_hides_no_number_that_is_not_finite():
     """A batch turned to zeros would be an update without a word; NaN is skipped and counted."""
     loss_mask = torch.ones(2, 3, dtype=torch.bool)
