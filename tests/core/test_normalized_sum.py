@@ -40,8 +40,6 @@ def test_equal_sums_have_advantages_of_exactly_zero(value, eps):
 
 
 @pytest.mark.silent_bug(12)
-
-
 def test_a_small_spread_among_many_rows_is_normalised_and_not_taken_for_rounding():
     """Sums of 1 +- 1e-4, 200 times the rounding of float32, in rows enough that a total would hide
     them."""

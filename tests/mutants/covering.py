@@ -128,7 +128,8 @@ def main() -> int:
     from tests.mutants.generated import functions
 
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pytest", "-q", "-n", os.environ.get("JOBS", str(os.cpu_count()))]
+        jobs = os.environ.get("JOBS", str(os.cpu_count()))
+        command = [sys.executable, "-m", "pytest", "-q", "-n", jobs]
         options = ["--dist", "worksteal", "-m", "not slow", "-p", "tests.mutants.covering"]
         environment = os.environ | {PARTS: folder, "OMP_NUM_THREADS": "1"}
         subprocess.run([*command, *options, *sys.argv[1:]], cwd=TESTS.parent, env=environment)
