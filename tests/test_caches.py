@@ -50,5 +50,5 @@ def test_a_tile_of_logits_fits_into_half_of_the_last_cache_unless_products_would
     monkeypatch, last_mib, rows
 ):
     monkeypatch.setattr(linear_head, "cache_bytes", lambda: (MIB, last_mib * MIB))
-    assert linear_head._tile(torch.device("cpu")) == (rows, 4096)
-    assert linear_head._tile(torch.device("cuda")) == linear_head.TILE
+    assert linear_head._tile_shape(torch.device("cpu")) == (rows, 4096)
+    assert linear_head._tile_shape(torch.device("cuda")) == linear_head.TILE

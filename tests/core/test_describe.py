@@ -31,8 +31,7 @@ def described(objective: Objective, kl_coef: float = 0.04) -> str:
         (
             "dr_grpo",
             [
-                "A = (reward - mean of the group)\n",
-                "one for all tokens of a row",
+                "A = (reward - mean of the group);",
                 "sum over tokens / (rows x 64)",
             ],
         ),
@@ -46,13 +45,13 @@ def described(objective: Objective, kl_coef: float = 0.04) -> str:
             ],
         ),
         ("reinforce", ["A = (reward - mean of the batch)", "A logprob"]),
-        ("gspo", ["clip(r, 0.9997, 1.0004) A", "the geometric mean over the row"]),
+        ("gspo", ["clip(r, 0.9997, 1.0004) A", "ratio       sequence"]),
         ("cispo", ["stopgrad(clip(r, 0, 5)) A logprob"]),
         ("sapo", ["sigmoid(tau (r - 1)) 4/tau A", "tau 1 for A > 0, else 1.05"]),
         (
             "nanochat",
             [
-                "A = (reward - mean of the group)\n",
+                "A = (reward - mean of the group);",
                 "A logprob",
                 "tokens of a prompt's rows, then over the prompts",
             ],
@@ -72,13 +71,14 @@ def test_describe_says_what_the_objective_is(name, says):
         (
             "ppo",
             [
-                "GAE(rewards, critic), gamma 1, lambda 0.95, whitened over all tokens",
-                "V changing by at most 0.2 per batch",
+                "GAE(rewards, critic), lambda 0.95",
+                "credit      return_to_go",
+                "whiten      True",
             ],
         ),
         (
             "reinforce_pp",
-            ["A = (reward - mean of the batch), whitened", "each token for what came after it"],
+            ["A = (reward - mean of the batch)", "whiten      True"],
         ),
     ],
 )

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, ValidationInfo
 from pydantic_core import core_schema
 
 from gruppo.config.sections import section_name
-from gruppo.core.schedules import numbers_of
+from gruppo.core.schedules import parse_schedule
 
 T = TypeVar("T")
 
@@ -48,7 +48,10 @@ class Range:
 
     def check(self, value: Any, info: ValidationInfo) -> Any:
         """Refuse a value outside; called by pydantic."""
-        numbers = value if isinstance(value, tuple) else numbers_of(value, info.field_name or "")
+        numbers = value
+        if not isinstance(value, tuple):
+            name = info.field_name or ""
+            numbers = () if value is None else parse_schedule(value, name).values
         if not all(map(self.contains, numbers)):
             raise ValueError(f"is out of range; it needs to be {self}")
         return value

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator
 
 from gruppo.config.options import Count, Fraction, NoneOr, NonNegative, Positive, Range
 from gruppo.core.objective import Objective
-from gruppo.core.schedules import AdaptiveSpec, Decay, Schedule, parse_schedule
+from gruppo.core.schedules import Controller, Decay, Schedule, parse_schedule
 from gruppo.types import Sampling
 
 T = TypeVar("T")
@@ -179,10 +179,10 @@ class Stage:
     """
 
     @cached_property
-    def schedules(self) -> dict[str, Schedule | AdaptiveSpec]:
+    def schedules(self) -> dict[str, Schedule | Controller]:
         """Fields that may change from step to step and that are set, parsed."""
         values = {name: getattr(self, name) for name in SCHEDULED}
-        return {n: parse_schedule(value) for n, value in values.items() if value is not None}
+        return {n: parse_schedule(value, n) for n, value in values.items() if value is not None}
 
 
 SUPERVISED = Stage("supervised", rl_coef=0.0, sup_coef=1.0)

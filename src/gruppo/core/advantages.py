@@ -12,6 +12,7 @@ from torch import Tensor
 from gruppo.core.groups import (
     AllGather,
     AllSum,
+    batch_moments,
     group_max,
     group_std,
     group_sum,
@@ -98,23 +99,20 @@ def group_advantages(
     count = group_sum(scored.double(), group_ids)
     group_mean = (group_sum(r, group_ids) / count.clamp(min=1))[group_ids]
     if baseline in ("batch_mean", "running") or scale == "batch":
-        total = all_sum(torch.stack([r.sum(), scored.sum().double()]))
-        batch_mean, batch_count = total[0] / total[1].clamp(min=1), total[1]
+        batch_sum, batch_count = all_sum(torch.stack([r.sum(), scored.sum().double()]))
+        batch_mean = batch_sum / batch_count.clamp(min=1)
     if "prompt" in (baseline, scale):
         if prompt_ids is None:
             raise ValueError(
-                "baseline='prompt' and scale='prompt' need prompt_ids, one for each group."
+                "baseline='prompt' and scale='prompt' need prompt_ids, one of each group."
             )
-        local = [
-            [prompt, rewards[(group_ids == g) & scored].tolist()]
-            for g, prompt in enumerate(prompt_ids)
-        ]
-        updated = dict(state.get("prompts", {}))
+        new = [rewards[(group_ids == g) & scored].tolist() for g in range(len(prompt_ids))]
+        state["prompts"] = updated = dict(state.get("prompts", {}))
         # Lists are replaced, never changed: a checkpoint may hold the old ones. Every rank adds the
         # rows of all ranks.
-        for prompt, new in (pair for rank in all_gather(local) for pair in rank):
-            updated[prompt] = [*updated.get(prompt, ()), *new][-PROMPT_HISTORY:]
-        state["prompts"] = updated
+        for rank in all_gather(list(zip(prompt_ids, new, strict=True))):
+            for prompt, scores in rank:
+                updated[prompt] = [*updated.get(prompt, ()), *scores][-PROMPT_HISTORY:]
         history = [torch.tensor(updated[prompt], dtype=torch.float64) for prompt in prompt_ids]
 
     # The baseline of each row.
@@ -128,53 +126,52 @@ def group_advantages(
     elif baseline == "batch_mean":
         base = batch_mean
     elif baseline == "running":
-        mean = Ema(*state.get("mean", ()))
-        mean = mean.update(float(batch_mean), decay) if batch_count > 0 else mean
-        state["mean"] = list(mean)
-        base = torch.full_like(r, mean.value)
+        base = torch.full_like(r, _moving(state, "mean", batch_sum, batch_count, decay))
     else:
         base = torch.where(scored, torch.stack([past.mean() for past in history])[group_ids], 0)
-    advantages, silent = r - base, ~scored
+    advantages = r - base
 
-    if baseline in (
-        "batch_mean",
-        "running",
-        "prompt",
-    ):  # a row equal to the mean of batches has nothing to learn
+    silent = ~scored
+    if baseline in ("batch_mean", "running", "prompt"):
+        # a row equal to the mean of batches has nothing to learn
         silent = silent | (advantages.abs() <= rounding_error(rewards, base))
-    if (
-        baseline in ("mean", "leave_one_out") or scale == "group"
-    ):  # a group needs two samples that differ
+    if baseline in ("mean", "leave_one_out") or scale == "group":
+        # a group needs two samples that differ
         is_one_sample = group_max(owners, group_ids) == -group_max(-owners, group_ids)
         silent = silent | (has_no_spread(rewards, group_ids) | is_one_sample)[group_ids]
 
-    # The scale: its standard deviation, and the magnitude whose rounding error it has to exceed.
+    # The scale: a standard deviation, which has to exceed the rounding error of this magnitude.
+    magnitude = r.abs()
+    if scale == "group":
+        std = group_std(rewards, group_ids)[group_ids]
+        magnitude = torch.zeros_like(r)  # has_no_spread decides
+    elif scale == "batch":
+        square = all_sum(torch.where(scored, r - batch_mean, 0.0).square().sum())
+        std = (square / (batch_count - 1).clamp(min=1)).sqrt()
+        magnitude = batch_mean
+    elif scale == "running":
+        square = torch.where(scored, r - group_mean, 0.0).square() * (count > 1)[group_ids]
+        freedom = torch.where(count > 1, count - 1, 0).sum()
+        pooled, freedom = all_sum(torch.stack([square.sum(), freedom]))
+        variance = _moving(state, "within_var", pooled, freedom, decay)
+        std = torch.full_like(r, variance**0.5)
+    elif scale == "prompt":
+        stds = [past.std() if len(past) > 1 else past.new_tensor(torch.nan) for past in history]
+        std = torch.stack(stds)[group_ids]
     if scale != "none":
-        if scale == "group":
-            std, magnitude = (
-                group_std(rewards, group_ids)[group_ids],
-                torch.zeros_like(r),
-            )  # has_no_spread decides
-        elif scale == "batch":
-            square = all_sum(torch.where(scored, r - batch_mean, 0.0).square().sum())
-            std, magnitude = (square / (batch_count - 1).clamp(min=1)).sqrt(), batch_mean
-        elif scale == "running":
-            square = torch.where(scored, r - group_mean, 0.0).square() * (count > 1)[group_ids]
-            freedom = torch.where(count > 1, count - 1, 0).sum()
-            pooled = all_sum(torch.stack([square.sum(), freedom]))
-            variance = Ema(*state.get("within_var", ()))
-            variance = (
-                variance.update(float(pooled[0] / pooled[1]), decay) if pooled[1] > 0 else variance
-            )
-            state["within_var"] = list(variance)
-            std, magnitude = torch.full_like(r, variance.value**0.5), r.abs()
-        else:
-            stds = [past.std() if len(past) > 1 else past.new_tensor(torch.nan) for past in history]
-            std, magnitude = torch.stack(stds)[group_ids], r.abs()
         advantages = advantages / (std + eps)
         silent = silent | ~(std > rounding_error(rewards, magnitude))
     advantages = torch.where(silent, 0.0, advantages).to(torch.float32)
     return advantages if mask is None else torch.where(mask, advantages[:, None], 0.0), state
+
+
+def _moving(state: dict[str, Any], name: str, total: Tensor, count: Tensor, decay: float) -> float:
+    """A moving average of the state, updated by total / count unless nothing was counted."""
+    average = Ema(*state.get(name, ()))
+    if count > 0:
+        average = average.update(float(total / count), decay)
+    state[name] = list(average)
+    return average.value
 
 
 def step_advantages(
@@ -224,10 +221,6 @@ def normalized_sum(
     that are not scored get 0, and so do rows that differ from the mean by rounding alone.
     """
     total = torch.stack([w * a.double() for w, a in zip(weights, advantages, strict=True)]).sum(0)
-    total = torch.where(scored, total, 0.0)
-    sums = all_sum(torch.stack([scored.sum().double(), total.sum(), total.abs().sum()]))
-    count = sums[0].clamp(min=1)
-    deviation = torch.where(scored, total - sums[1] / count, 0.0)
-    std = (all_sum(deviation.square().sum()) / (sums[0] - 1).clamp(min=1)).sqrt()
-    is_residue = deviation.abs() <= 4 * torch.finfo(torch.float32).eps * sums[2] / count
-    return torch.where(is_residue, 0.0, deviation / (std + eps)).float()
+    deviation, variance, magnitude = batch_moments(total, scored, all_sum)
+    is_residue = deviation.abs() <= 4 * torch.finfo(torch.float32).eps * magnitude
+    return torch.where(is_residue, 0.0, deviation / (variance.sqrt() + eps)).float()

@@ -5,6 +5,39 @@ from __future__ import annotations
 from gruppo.core.loss import clip_range
 from gruppo.core.objective import Objective
 
+BASELINES = {
+    "none": "0",
+    "mean": "mean of the group",
+    "leave_one_out": "mean of the group's other rows",
+    "batch_mean": "mean of the batch",
+    "running": "running mean of all rewards",
+    "prompt": "mean of the prompt's last rewards",
+}
+SCALES = {
+    "group": "std of the group",
+    "batch": "std of the batch",
+    "running": "running std within groups",
+    "prompt": "std of the prompt's last rewards",
+}
+SURROGATES = {
+    "clip": "min(r A, clip(r, {low:.6g}, {high:.6g}) A)",
+    "cispo": "stopgrad(clip(r, {low:.6g}, {high:.6g})) A logprob",
+    "sapo": "sigmoid(tau (r - 1)) 4/tau A,  tau 1 for A > 0, else 1.05",
+    "vespo": "stopgrad(phi(w)) A logprob,  w = exp(sum over the row of logprob - old_logprob)",
+    "reinforce": "A logprob",
+}
+AVERAGES = {
+    "sequence": "mean over the tokens of a row, then over the rows",
+    "token": "mean over all kept tokens of the update",
+    "prompt": "mean over the tokens of a prompt's rows, then over the prompts",
+    "constant": "sum over tokens / (rows x {max_length})",
+    "sequence_sum": "sum over the tokens of a row, then mean over the rows",
+    "sum": "sum over all tokens",
+}
+IN_FORMULAS = {"baseline", "scale", "scale_eps", "surrogate", "average", "kl", "kl_in"}
+IN_FORMULAS |= {"clip_low", "clip_high", "lam"}
+"""Choices that the lines with formulas show; the others are listed as they are set."""
+
 
 def describe_objective(
     objective: Objective, *, kl_coef: float, group_size: int, max_length: int, action: str = "token"
@@ -13,91 +46,30 @@ def describe_objective(
     action)."""
     o = objective
     if o.has_critic:
-        advantage = f"A = GAE(rewards, critic), gamma {o.gamma:g}, lambda {o.lam:g}"
-        credit = "each token its own; a row's reward is on its last token, a step's on the step's"
+        advantage = f"GAE(rewards, critic), lambda {o.lam:g}"
     else:
-        baseline = {
-            "none": "0",
-            "mean": "mean of the group",
-            "leave_one_out": "mean of the group's other rows",
-            "batch_mean": "mean of the batch",
-            "running": "running mean of all rewards",
-            "prompt": "mean of the prompt's last rewards",
-        }[o.baseline]
-        scale = {
-            "none": "",
-            "group": "std of the group",
-            "batch": "std of the batch",
-            "running": "running std within groups",
-            "prompt": "std of the prompt's last rewards",
-        }[o.scale]
-        advantage = f"A = (reward - {baseline})" + (
-            f" / ({scale} + {o.scale_eps:g})" if scale else ""
-        )
-        credit = {
-            "outcome": "one for all tokens of a row",
-            "return_to_go": f"each token for what came after it, gamma {o.gamma:g}",
-            "position": "each action its own",
-        }[o.credit]
-    if o.combine == "normalize_then_sum":
-        advantage += ", of each reward; their weighted sum normalized over the batch"
-    advantage += ", whitened over all tokens" if o.whiten else ""
-    advantage += f", clipped to [-{o.adv_clip:g}, {o.adv_clip:g}]" if o.adv_clip else ""
-
+        advantage = f"(reward - {BASELINES[o.baseline]})"
+        if o.scale != "none":
+            advantage += f" / ({SCALES[o.scale]} + {o.scale_eps:g})"
     low, high = clip_range(o)
-    ratio = ",  r = exp(logprob - old_logprob)"
-    ratio += ", the geometric mean over the row" if o.ratio == "sequence" else ""
-    ratio += ", and over the dimensions of an action" if o.dims == "mean" else ""
-    dual = f", at least {o.dual_clip:g} A" if o.dual_clip else ""
-    surrogate = {
-        "clip": f"min(r A, clip(r, {1 - low:.6g}, {1 + high:.6g}) A){dual}{ratio}",
-        "cispo": f"stopgrad(clip(r, {1 - low:.6g}, {1 + high:.6g})) A logprob{ratio}",
-        "sapo": f"sigmoid(tau (r - 1)) 4/tau A,  tau 1 for A > 0, else 1.05{ratio}",
-        "vespo": "stopgrad(phi(w)) A logprob,  w = exp(sum over the row of logprob - old_logprob)",
-        "reinforce": "A logprob",
-    }.get(o.surrogate, f"minus {o.surrogate}(log r, A, logprob, mask){ratio}")
-    average = {
-        "sequence": "mean over the tokens of a row, then over the rows",
-        "token": "mean over all kept tokens of the update",
-        "prompt": "mean over the tokens of a prompt's rows, then over the prompts",
-        "constant": f"sum over tokens / (rows x {max_length})",
-        "sequence_sum": "sum over the tokens of a row, then mean over the rows",
-        "sum": "sum over all tokens",
-    }[o.average]
+    own = f"minus {o.surrogate}(log r, A, logprob, mask)"
+    surrogate = SURROGATES.get(o.surrogate, own).format(low=1 - low, high=1 + high)
     if kl_coef <= 0:
         kl = "KL          none: kl_coef is 0, no reference is loaded"
     elif o.kl_in == "reward":
         kl = f"minus       {kl_coef:g} x (logprob - ref_logprob) in the reward of each token"
     else:
-        how = (
-            "correct in expectation"
-            if o.kl_gradient == "unbiased"
-            else "the estimator's own gradient"
-        )
-        how = "in closed form" if o.kl == "exact" else how
-        kl = (
-            f"minus       {kl_coef:g} x KL(policy || reference) by {o.kl}, {how}, in nats per token"
-        )
-
-    lines = [f"advantage   {advantage}", f"            {credit}; {group_size} rows per group"]
-    lines += [f"maximize    {surrogate}", f"averaged    {average}", kl]
-    if o.correction != "none":
-        how = "clamped to" if o.correction == "truncate" else "0 outside"
-        how += f" [{o.correction_low:g}, {o.correction_high:g}]"
-        lines.append(
-            f"corrected   by exp(old_logprob - sampler_logprob) of each {o.correction_level}, {how}"
-        )
-    if o.kl_mask:
-        lines.append(
-            f"masked      where the KL to the old policy exceeds {o.kl_mask:g} nats and would grow"
-        )
-    if o.has_critic:
-        clip = f", V changing by at most {o.value_clip:g} per batch" if o.value_clip else ""
-        lines.append(f"critic      0.5 (V - return)^2{clip}")
-    if o.overlong:
-        lines.append(f"penalized   the last {o.overlong} actions before {max_length}, up to -1")
-    if o.mask_truncated:
-        lines.append("masked      rows truncated at the longest length")
+        kl = f"minus       {kl_coef:g} x KL(policy || reference) by {o.kl}, in nats per token"
+    lines = [
+        f"advantage   A = {advantage}; {group_size} rows per group",
+        f"maximize    {surrogate},  r = exp(logprob - old_logprob)",
+        f"averaged    {AVERAGES[o.average].format(max_length=max_length)}",
+        kl,
+    ]
+    defaults = vars(Objective())
+    for name, value in vars(o).items():
+        if name not in IN_FORMULAS and value != defaults[name]:
+            lines.append(f"{name.replace('_', ' '):11} {value}")
     # Everything above speaks of tokens: an image model's actions are steps or patches.
     return [line.replace("token", action) for line in lines]
 
@@ -118,26 +90,19 @@ def objective_warnings(
     }
     unused = [name for names, used in is_used.items() if not used for name in names.split()]
     changed = [name for name in unused if getattr(o, name) != getattr(defaults, name)]
-    warnings = [f"{name} is set but has no effect here" for name in changed]
-    if o.baseline == "running":
-        warnings.append(
-            "a running mean over prompts makes advantages measure prompt difficulty; a group mean "
-            "does not"
-        )
-    if updates_per_batch == 1 and o.surrogate == "clip":
-        warnings.append("one update per batch: the ratio is 1, so the clip has no effect")
-    if o.whiten and o.needs_groups:
-        warnings.append(
-            "whitening shifts all advantages by their mean: groups without spread no longer get "
-            "exactly 0"
-        )
-    if kl_coef > 0 and o.kl_in == "loss" and o.kl_gradient == "naive":
-        warnings.append(
-            f"kl_gradient='naive' with {o.kl} has the wrong gradient in expectation, at least "
-            f"off-policy"
-        )
-    if kl_coef > 0 and truncates:
-        warnings.append(
-            "the KL is between two distributions, each cut to its own top-k and top-p: an estimate"
-        )
-    return warnings
+    warnings = {
+        """a running mean over prompts makes advantages measure prompt difficulty; a group mean does
+            not""": o.baseline == "running",
+        "one update per batch: the ratio is 1, so the clip has no effect": (
+            updates_per_batch == 1 and o.surrogate == "clip"
+        ),
+        """whitening shifts all advantages by their mean: groups without spread no longer get
+            exactly 0""": o.whiten and o.needs_groups,
+        f"""kl_gradient='naive' with {o.kl} has the wrong gradient in expectation, at least
+            off-policy""": kl_coef > 0 and o.kl_in == "loss" and o.kl_gradient == "naive",
+        "the KL is between two distributions, each cut to its own top-k and top-p: an estimate": (
+            kl_coef > 0 and truncates
+        ),
+    }
+    lines = [f"{name} is set but has no effect here" for name in changed]
+    return lines + [" ".join(text.split()) for text, is_due in warnings.items() if is_due]

@@ -25,8 +25,6 @@ CDF_BLOCK = 256
 LOGITS_PER_PASS = 2**19
 """Logits that ``sample_categorical`` works on at a time on a CPU, so that intermediate results stay
 in its cache."""
-SHORTLIST = 256
-"""Initial number of sorted actions when sampling a truncated distribution."""
 LOG_2_PI = math.log(2 * math.pi)
 
 
@@ -96,25 +94,20 @@ def sample_categorical(
     is the argmax.
 
     One uniform per action makes every sample addressable. The CDF is summed in blocks, so no [N, V]
-    cumulative sum is formed; that of a truncated distribution is over the likely actions alone. A
-    greedy action has its log-probability at temperature 1.
+    cumulative sum is formed. A greedy action has its log-probability at temperature 1.
     """
-    is_truncated = 0 < top_k < logits.shape[-1] or top_p < 1
-    on_cpu = logits.device.type == "cpu"
-    rows = max(1, LOGITS_PER_PASS // logits.shape[-1] if on_cpu else len(logits))
+    rows = LOGITS_PER_PASS // logits.shape[-1] if logits.device.type == "cpu" else len(logits)
     parts = []
-    for part, uniform in zip(
-        logits.split(rows), uniforms.to(logits.device).split(rows), strict=True
-    ):
-        scaled = apply_temperature(part, temperature or 1.0)
+    for start in range(0, len(logits), max(rows, 1)):
+        part = slice(start, start + max(rows, 1))
+        scaled = apply_temperature(logits[part], temperature or 1.0)
         if temperature == 0:
             actions = scaled.argmax(dim=-1)
             logprobs = scaled.gather(-1, actions[:, None])[:, 0] - scaled.logsumexp(dim=-1)
             parts.append((actions, logprobs))
-        elif is_truncated:
-            parts.append(_sample_truncated(scaled, uniform, top_k, top_p))
         else:
-            parts.append(_sample_logits(scaled, uniform))
+            kept = apply_top_k_top_p(scaled, top_k=top_k, top_p=top_p)
+            parts.append(_sample_logits(kept, uniforms[part].to(logits.device)))
     actions, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
     return actions, logprobs
 
@@ -160,41 +153,6 @@ def _invert_cdf(mass: Float[Tensor, "N C"], target: Float[Tensor, "N"]) -> tuple
     index = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].minimum(last)
     before = cumulative.gather(-1, index[:, None])[:, 0] - mass.gather(-1, index[:, None])[:, 0]
     return index, (target - before).clamp(min=0)
-
-
-def _sample_truncated(
-    logits: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"], top_k: int, top_p: float
-) -> tuple[Tensor, Tensor]:
-    """``_sample_logits`` of ``apply_top_k_top_p``, sorting only a shortlist of the most likely
-    actions.
-
-    A row whose truncated set may extend beyond its shortlist gets a longer one. Actions that tie
-    with the edge of the set must be on the list; it is in the order of the vocabulary, as without a
-    shortlist.
-    """
-    rows, vocabulary = logits.shape
-    actions, logprobs = logits.new_zeros(rows, dtype=torch.long), logits.new_zeros(rows)
-    pending = torch.arange(rows, device=logits.device)
-    width = max(SHORTLIST, 2 * top_k)
-    while len(pending):
-        some, width = logits[pending], min(width, vocabulary)
-        values, ids = some.topk(width, dim=-1)
-        ids, by_id = ids.sort(dim=-1)
-        lowest, values = values[:, -1:], values.gather(-1, by_id)
-        if 0 < top_k < vocabulary:
-            values = apply_top_k_top_p(values, top_k=top_k, top_p=1.0)
-            is_whole = (values > lowest) | values.isneginf()
-            values = apply_top_k_top_p(values, top_p=top_p)
-        else:
-            p = some.softmax(dim=-1).gather(-1, ids)
-            kept = _nucleus(p, top_p)
-            is_whole = (p > p.amin(dim=-1, keepdim=True)) | ~kept
-            values = values.masked_fill(~kept, -torch.inf)
-        sampled, logprobs[pending] = _sample_logits(values, uniforms[pending])
-        actions[pending] = ids.gather(-1, sampled[:, None])[:, 0]
-        pending = pending[~(is_whole.all(dim=-1) | (width == vocabulary))]
-        width *= 16
-    return actions, logprobs
 
 
 # --- scoring --------------------------------------------------------------------------------------
@@ -339,6 +297,17 @@ def possible_actions(
 # --- diagonal normal ------------------------------------------------------------------------------
 
 
+def like_events(std: Tensor, mean: Float[Tensor, "b t ..."]) -> Float[Tensor, "b t ..."]:
+    """A standard deviation in float64, [b, t] or like the mean, with the mean's dimensions."""
+    return std.double().reshape(*std.shape, *[1] * (mean.ndim - std.ndim))
+
+
+def sum_events(nats: Tensor, mean: Float[Tensor, "b t ..."]) -> Float[Tensor, "b t"]:
+    """Sum over event dimensions, those after the first two of the mean."""
+    nats = nats.expand(mean.shape)
+    return nats.flatten(2).sum(dim=-1) if mean.ndim > 2 else nats
+
+
 def gaussian_logprob(
     x: Float[Tensor, "b t ..."], mean: Float[Tensor, "b t ..."], std: Tensor
 ) -> Float[Tensor, "b t"]:
@@ -348,14 +317,11 @@ def gaussian_logprob(
     ``std`` has the shape of ``mean``, or its first two dimensions [b, t]. In float64: over 16,384
     dimensions at a std of 0.02, float32 loses 8e-3 nats.
     """
-    x, mean = x.double(), mean.double()
-    std = std.double().reshape(*std.shape, *[1] * (mean.ndim - std.ndim))
-    nats = (-((x - mean) / std).square() / 2 - std.log() - LOG_2_PI / 2).expand_as(mean)
-    return nats.flatten(2).sum(dim=-1) if mean.ndim > 2 else nats
+    std = like_events(std, mean)
+    z = (x.double() - mean.double()) / std
+    return sum_events(-z.square() / 2 - std.log() - LOG_2_PI / 2, mean)
 
 
 def gaussian_entropy(mean: Float[Tensor, "b t ..."], std: Tensor) -> Float[Tensor, "b t"]:
     """d log std + (d / 2) (1 + log 2 pi), float64. Only the shape of ``mean`` is used."""
-    std = std.double().reshape(*std.shape, *[1] * (mean.ndim - std.ndim))
-    nats = (std.log() + (1 + LOG_2_PI) / 2).expand(mean.shape)
-    return nats.flatten(2).sum(dim=-1) if mean.ndim > 2 else nats
+    return sum_events(like_events(std, mean).log() + (1 + LOG_2_PI) / 2, mean)

@@ -6,7 +6,6 @@ groups from 0.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -78,6 +77,18 @@ def has_no_spread(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> B
     )
 
 
+def batch_moments(
+    x: Tensor, kept: Bool[Tensor, "..."], all_sum: AllSum
+) -> tuple[Tensor, Float[Tensor, ""], Float[Tensor, ""]]:
+    """Over the kept entries of all ranks, float64: x - mean (0 where not kept), variance (ddof 1),
+    mean magnitude."""
+    x = torch.where(kept, x, 0).double()
+    count, total, magnitude = all_sum(torch.stack([kept.sum().double(), x.sum(), x.abs().sum()]))
+    deviation = torch.where(kept, x - total / count.clamp(min=1), 0)
+    variance = all_sum(deviation.square().sum()) / (count - 1).clamp(min=1)
+    return deviation, variance, magnitude / count.clamp(min=1)
+
+
 def rounding_error(rewards: Tensor, magnitude: Tensor) -> Tensor:
     """Largest difference that rounding alone makes between equal rewards of this magnitude.
 
@@ -100,16 +111,15 @@ def allocate_samples(
     analysis"); without a cap, sizes tend to be proportional to s_g (Neyman 1934). Groups without
     spread get nothing. The budget is not used up once all others have reached the cap.
     """
-    groups = enumerate(zip(std.double().tolist(), sizes.tolist(), strict=True))
-    heap = [(-(s**2 / (n * (n + 1))), group, s, n) for group, (s, n) in groups if s > 0 and n < cap]
-    heapq.heapify(heap)  # which pops the smallest
     added = torch.zeros_like(sizes)
-    while heap and budget > 0:
-        _, group, s, n = heapq.heappop(heap)
-        added[group] += 1
-        budget -= 1
-        if n + 1 < cap:
-            heapq.heappush(heap, (-(s**2 / ((n + 1) * (n + 2))), group, s, n + 1))
+    for _ in range(budget if len(sizes) else 0):
+        n = sizes + added
+        gain = std.double().square() / (n * (n + 1))
+        gain = torch.where((std > 0) & (n < cap), gain, 0)
+        best = gain.argmax()  # the first of several
+        if gain[best] == 0:
+            break
+        added[best] += 1
     return added
 
 

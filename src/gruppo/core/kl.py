@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from gruppo.core.distributions import like_events, sum_events
 from gruppo.core.surrogates import importance_ratio
 from gruppo.types import Gaussian
 
@@ -64,31 +65,27 @@ def gaussian_kl(
     first two dimensions. Its gradient is right for any sampling policy, because no sample enters
     it.
     """
-    mean, ref_mean = mean.double(), ref_mean.double()
-    std, ref_std = (
-        s.double().reshape(*s.shape, *[1] * (mean.ndim - s.ndim)) for s in (std, ref_std)
-    )
-    nats = (
-        (ref_std / std).log()
-        + (std.square() + (mean - ref_mean).square()) / (2 * ref_std.square())
-        - 0.5
-    )
-    return nats.expand_as(mean).flatten(2).sum(dim=-1) if mean.ndim > 2 else nats
+    variance = like_events(std, mean).square()
+    ref_std = like_events(ref_std, mean)
+    square = variance + (mean.double() - ref_mean.double()).square()
+    log_ratio = (ref_std / like_events(std, mean)).log()
+    return sum_events(log_ratio + square / (2 * ref_std.square()) - 0.5, mean)
 
 
 def masked_gaussian_kl(
     policy: Gaussian, reference: Gaussian, loss_mask: Bool[Tensor, "b t"]
 ) -> Float[Tensor, "b t"]:
     """``gaussian_kl`` of each kept action, 0 elsewhere; with a gradient for the policy alone."""
-    parts = []
-    for x, fill in (
-        (policy.mean, 0.0),
-        (policy.std, 1.0),
-        (reference.mean.detach(), 0.0),
-        (reference.std.detach(), 1.0),
-    ):
+
+    def kept(x: Tensor, fill: float) -> Tensor:
         # Masked entries may be NaN, and NaN * 0 would reach the gradient: put a standard normal
         # there first.
-        kept = loss_mask.reshape(*loss_mask.shape, *[1] * (x.ndim - 2))
-        parts.append(torch.where(kept, x, fill))
-    return gaussian_kl(*parts)
+        return torch.where(loss_mask.reshape(*loss_mask.shape, *[1] * (x.ndim - 2)), x, fill)
+
+    reference_mean, reference_std = reference.mean.detach(), reference.std.detach()
+    return gaussian_kl(
+        kept(policy.mean, 0.0),
+        kept(policy.std, 1.0),
+        kept(reference_mean, 0.0),
+        kept(reference_std, 1.0),
+    )

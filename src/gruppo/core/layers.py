@@ -22,11 +22,11 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     """
     layers = list(_outermost_lists(module))
     while not layers:
-        layers = [child for child in module.children() if any(True for _ in child.children())]
+        layers = [child for child in module.children() if list(child.children())]
         if len(layers) != 1:
             break
         module, layers = layers[0], []
-    return [*dict.fromkeys(layer for layer in layers if any(True for _ in layer.parameters()))]
+    return [layer for layer in dict.fromkeys(layers) if list(layer.parameters())]
 
 
 def _outermost_lists(module: nn.Module) -> Iterator[nn.Module]:

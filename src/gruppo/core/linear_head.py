@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeGuard
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -90,7 +90,7 @@ def linear_categorical(
     return logprobs[:count], None if entropy == "none" else nats[:count]
 
 
-def _tile(device: torch.device) -> tuple[int, int]:
+def _tile_shape(device: torch.device) -> tuple[int, int]:
     """Rows and columns of a tile. A CPU's has fewer rows where 10 bytes for each logit are more
     than half its cache."""
     if device.type != "cpu":
@@ -107,7 +107,7 @@ def tile_bytes(rows: int, vocabulary: int, width: int, device: torch.device) -> 
 
     A tile of z and one of p in float32, N columns of the gradient, and the logits that are kept.
     """
-    tile_rows, columns = _tile(device)
+    tile_rows, columns = _tile_shape(device)
     columns = min(columns, vocabulary)
     kept = min(width * rows * vocabulary, KEPT_ON_CPU) if device.type == "cpu" else 0
     return 2 * 4 * min(tile_rows, rows) * columns + width * rows * columns + kept
@@ -115,39 +115,44 @@ def tile_bytes(rows: int, vocabulary: int, width: int, device: torch.device) -> 
 
 class _LinearCategorical(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mode: EntropyMode, to_keep: int, *inputs: Any) -> tuple[Tensor, Tensor]:
-        tiles, (features, _, bias, *_) = _LogitTiles(*inputs), inputs
+    def forward(
+        ctx: Any,
+        mode: EntropyMode,
+        to_keep: int,
+        features: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        actions: Tensor,
+        temperature: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         kept = list[Tensor]()  # logits of the first tiles
-        # log sum exp z of each block
-        log_totals = features.new_empty(len(tiles.columns), len(features), dtype=tiles.dtype)
-        entropies = torch.zeros_like(log_totals)  # of the softmax of each block alone
+        blocks, parts = _tiles(features, weight)
+        dtype = torch.promote_types(features.dtype, torch.float32)
+        # of each block alone: log sum exp z, and the entropy of its softmax
+        log_totals = features.new_zeros(len(blocks), len(features), dtype=dtype)
+        entropies = torch.zeros_like(log_totals)
         action_logits = torch.zeros_like(log_totals[0])
-        for block, columns in enumerate(tiles.columns):
-            for rows in tiles.rows:
-                if compiled_summary.is_used(features.device):
-                    parts = compiled_summary(*tiles.logits(rows, columns), bias is not None)
-                    log_totals[block, rows], entropies[block, rows] = parts[:2]
-                    action_logits[rows] += parts[2]  # 0 where the action is in another block
-                    continue
-                logits, _, _ = tiles.logits(rows, columns)
+        for block, columns in enumerate(blocks):
+            for rows in parts:
+                logits = _logits(features, weight, bias, rows, columns)
                 to_keep -= logits.nbytes
                 if to_keep >= 0:
                     kept.append(logits)
-                z, p = tiles.scaled_and_softmax(logits, rows)
-                top, log_top = z.amax(dim=-1), p.amax(dim=-1).log()  # log_top = top - log sum exp z
-                log_totals[block, rows] = top - log_top
-                inside, place = tiles.action_places(rows, columns)
-                action_logits[rows] = torch.where(
-                    inside, z.gather(-1, place)[:, 0], action_logits[rows]
+                log_totals[block, rows], entropies[block, rows], action_logit = compiled_summary(
+                    logits,
+                    temperature[rows, None].to(dtype),
+                    actions[rows, None] - columns.start,
+                    bias is not None,
+                    mode != "none",
                 )
-                if mode != "none":
-                    entropies[block, rows] = -log_top - z.sub_(top[:, None]).mul_(p).sum(dim=-1)
+                action_logits[rows] += action_logit  # 0 if the action is in another block
         log_total = log_totals.logsumexp(dim=0)
         log_share = log_totals.log_softmax(dim=0)  # share of each block in the mass
         entropy = torch.zeros_like(log_total)
         if mode != "none":
             entropy = (log_share.exp() * (entropies - log_share)).sum(dim=0)
-        ctx.save_for_backward(*inputs, log_totals, log_total, entropy, *kept)
+        inputs = (features, weight, bias, actions, temperature)
+        ctx.save_for_backward(*inputs, log_totals, log_total - entropy, *kept)
         ctx.mode = mode
         if mode != "gradient":
             ctx.mark_non_differentiable(entropy)
@@ -156,48 +161,36 @@ class _LinearCategorical(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        features, weight, bias, actions, temperature, log_totals, log_total, entropy, *kept = (
-            ctx.saved_tensors
-        )
+        features, weight, bias, actions, temperature, log_totals, shift, *kept = ctx.saved_tensors
         needs_features, needs_weight, needs_bias = ctx.needs_input_grad[2:5]
-        tiles = _LogitTiles(features, weight, bias, actions, temperature)
-        grad, entropy_grad = (
-            grad / temperature.to(grad.dtype),
-            entropy_grad / temperature.to(grad.dtype),
-        )
-        grad_features = torch.zeros_like(features, dtype=tiles.dtype) if needs_features else None
+        dtype = log_totals.dtype
+        grad = grad / temperature.to(grad.dtype)
+        entropy_grad = entropy_grad / temperature.to(grad.dtype)
+        grad_features = torch.zeros_like(features, dtype=dtype) if needs_features else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
         first_tiles = iter(kept)
-        buffer = features.new_empty(len(features) * min(tiles.tile_columns, len(weight)))
-        for columns, share in zip(tiles.columns, log_totals.softmax(dim=0), strict=True):
-            width = columns.stop - columns.start
-            grad_logits = buffer[: len(features) * width].view(-1, width)
-            for rows in tiles.rows:
-                if compiled_gradient.is_used(features.device):
-                    numbers = (log_total[rows], entropy[rows], grad[rows], entropy_grad[rows])
-                    grad_logits[rows] = compiled_gradient(
-                        *tiles.logits(rows, columns), bias is not None, *numbers
-                    )
-                    continue
+        blocks, parts = _tiles(features, weight)
+        buffer = features.new_empty(len(features), blocks[0].stop)
+        for columns, share in zip(blocks, log_totals.softmax(dim=0), strict=True):
+            grad_logits = buffer.view(-1)[: len(features) * (columns.stop - columns.start)]
+            grad_logits = grad_logits.view(len(features), -1)
+            for rows in parts:
                 logits = next(first_tiles, None)
-                z, p = tiles.scaled_and_softmax(
-                    tiles.logits(rows, columns)[0] if logits is None else logits, rows
+                if logits is None:
+                    logits = _logits(features, weight, bias, rows, columns)
+                of_entropy = (shift[rows, None], entropy_grad[rows, None])
+                grad_logits[rows] = compiled_gradient(
+                    logits,
+                    temperature[rows, None].to(dtype),
+                    actions[rows, None] - columns.start,
+                    bias is not None,
+                    grad[rows, None],
+                    share[rows, None],
+                    of_entropy if ctx.mode == "gradient" else None,
                 )
-                if ctx.mode == "gradient":
-                    z -= (log_total - entropy)[rows, None]  # log p + H
-                    p *= (
-                        z.mul_(entropy_grad[rows, None])
-                        .add_(grad[rows, None])
-                        .mul_(-share[rows, None])
-                    )
-                else:
-                    p *= -(grad * share)[rows, None]
-                inside, place = tiles.action_places(rows, columns)
-                p.scatter_add_(-1, place, torch.where(inside, grad[rows], 0)[:, None])
-                grad_logits[rows] = p
             if grad_features is not None:
-                grad_features += (grad_logits @ weight[columns]).to(grad_features.dtype)
+                grad_features += (grad_logits @ weight[columns]).to(dtype)
             if grad_weight is not None:
                 torch.mm(grad_logits.T, features, out=grad_weight[columns])
             if grad_bias is not None:
@@ -206,98 +199,79 @@ class _LinearCategorical(torch.autograd.Function):
         return None, None, grad_features, grad_weight, grad_bias, None, None
 
 
-class _LogitTiles:
-    """Logits [N, V] in tiles. Each tile overwrites the last one: fresh memory costs a third of the
-    time."""
-
-    def __init__(
-        self,
-        features: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        actions: Tensor,
-        temperature: Tensor,
-    ) -> None:
-        self.features, self.weight, self.bias, self.actions = features, weight, bias, actions
-        self.dtype = torch.promote_types(features.dtype, torch.float32)
-        self.temperature = temperature.to(self.dtype)[:, None]
-        self.tile_rows, self.tile_columns = _tile(features.device)
-        self._buffers: Tensor | None = None
-        self.rows, self.columns = (
-            [slice(start, min(start + size, end)) for start in range(0, end, size)]
-            for size, end in ((self.tile_rows, len(features)), (self.tile_columns, len(weight)))
-        )
-
-    def logits(
-        self, rows: slice, columns: slice
-    ) -> tuple[Tensor, Float[Tensor, "n 1"], Int[Tensor, "n 1"]]:
-        """Logits [n, c] before scaling, temperatures, and the actions counted from the first
-        column."""
-        bias = None if self.bias is None else self.bias[columns]
-        logits = nn.functional.linear(self.features[rows], self.weight[columns], bias)
-        return logits, self.temperature[rows], (self.actions[rows] - columns.start)[:, None]
-
-    def scaled_and_softmax(
-        self, logits: Float[Tensor, "n c"], rows: slice
-    ) -> tuple[Float[Tensor, "n c"], Float[Tensor, "n c"]]:
-        """Logits over the temperature, and their softmax within the tile: it is faster than the
-        exponential alone."""
-        if self._buffers is None:
-            elements = min(self.tile_rows, len(self.features)) * min(
-                self.tile_columns, len(self.weight)
-            )
-            self._buffers = self.features.new_empty(2, elements, dtype=self.dtype)
-        z, p = (buffer[: logits.numel()].view_as(logits) for buffer in self._buffers)
-        z.copy_(logits).div_(self.temperature[rows])
-        if self.bias is not None:
-            z.clamp_(min=NO_LOGIT)
-        return z, torch.softmax(z, dim=-1, out=p)
-
-    def action_places(self, rows: slice, columns: slice) -> tuple[Tensor, Int[Tensor, "n 1"]]:
-        """Rows whose action is among the columns, and its place in them; place 0 for the others."""
-        actions = self.actions[rows]
-        inside = (actions >= columns.start) & (actions < columns.stop)
-        return inside, torch.where(inside, actions - columns.start, 0)[:, None]
+def _tiles(features: Tensor, weight: Tensor) -> tuple[list[slice], list[slice]]:
+    """Columns and rows of the tiles of the logits [N, V]."""
+    rows, columns = _tile_shape(features.device)
+    return _slices(len(weight), columns), _slices(len(features), rows)
 
 
-# --- a tile as plain operations, which a compiler fuses on CUDA -----------------------------------
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def _logits(
+    features: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, columns: slice
+) -> Float[Tensor, "n c"]:
+    bias = None if bias is None else bias[columns]
+    return nn.functional.linear(features[rows], weight[columns], bias)
+
+
+# --- one tile, in operations that a compiler fuses on CUDA ----------------------------------------
 
 
 def _scaled(
-    logits: Float[Tensor, "n c"],
-    temperature: Float[Tensor, "n 1"],
-    action: Int[Tensor, "n 1"],
-    has_bias: bool,
-) -> tuple[Float[Tensor, "n c"], Bool[Tensor, "n c"]]:
+    logits: Float[Tensor, "n c"], temperature: Float[Tensor, "n 1"], has_bias: bool
+) -> Float[Tensor, "n c"]:
     z = logits.to(temperature.dtype) / temperature
-    return z.clamp(min=NO_LOGIT) if has_bias else z, torch.arange(
-        z.shape[1], device=z.device
-    ) == action
+    return z.clamp_(min=NO_LOGIT) if has_bias else z
 
 
 def _summary(
-    logits: Tensor, temperature: Tensor, action: Tensor, has_bias: bool
+    logits: Tensor,
+    temperature: Tensor,
+    action: Int[Tensor, "n 1"],
+    has_bias: bool,
+    needs_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log sum exp z over the tile, the entropy of its softmax, and z of the action, 0 where it is
+    """log sum exp z over the tile, the entropy of its softmax, and z of the action, 0 if it is
     outside; [n] each."""
-    z, is_action = _scaled(logits, temperature, action, has_bias)
-    log_total = z.logsumexp(dim=-1)
-    entropy = log_total - ((z - log_total[:, None]).exp() * z).sum(dim=-1)
-    return log_total, entropy, torch.where(is_action, z, 0).sum(dim=-1)
+    z = _scaled(logits, temperature, has_bias)
+    p = z.softmax(dim=-1)  # faster than the exponential alone
+    top = z.amax(dim=-1)
+    log_top = p.amax(dim=-1).log()  # top - log sum exp z
+    is_inside = (action >= 0) & (action < z.shape[1])
+    action_logit = z.gather(-1, torch.where(is_inside, action, 0))
+    entropy = torch.zeros_like(top)
+    if needs_entropy:
+        entropy = -log_top - z.sub_(top[:, None]).mul_(p).sum(dim=-1)
+    return top - log_top, entropy, torch.where(is_inside, action_logit, 0)[:, 0]
 
 
 def _gradient(
-    logits: Tensor, temperature: Tensor, action: Tensor, has_bias: bool, *numbers: Tensor
-) -> Tensor:
-    """Gradient of the logits; numbers [n]: log sum exp z and entropy of all columns, gradients of
-    log-prob and it."""
-    z, is_action = _scaled(logits, temperature, action, has_bias)
-    log_total, entropy, grad, entropy_grad = (number[:, None] for number in numbers)
-    log_p = z - log_total
-    pulled = torch.where(is_action, grad, 0) - log_p.exp() * (
-        grad + entropy_grad * (log_p + entropy)
-    )
-    return pulled.to(logits.dtype)
+    logits: Tensor,
+    temperature: Tensor,
+    action: Int[Tensor, "n 1"],
+    has_bias: bool,
+    grad: Tensor,
+    share: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None,
+) -> Float[Tensor, "n c"]:
+    """Gradient of the logits times the temperature.
+
+    [n, 1]: ``grad`` of the log-prob, ``share`` of the tile in the mass, and if the entropy H has a
+    gradient, log sum exp z - H and that gradient.
+    """
+    z = _scaled(logits, temperature, has_bias)
+    p = z.softmax(dim=-1)
+    if of_entropy is None:
+        p *= -(grad * share)
+    else:
+        shift, entropy_grad = of_entropy
+        z -= shift  # log p + H
+        p *= z.mul_(entropy_grad).add_(grad).mul_(-share)
+    is_inside = (action >= 0) & (action < z.shape[1])
+    p.scatter_add_(-1, torch.where(is_inside, action, 0), torch.where(is_inside, grad, 0))
+    return p
 
 
 compiled_summary = Compiled(_summary, "the head's log-probs")

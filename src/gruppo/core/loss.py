@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -58,25 +57,15 @@ def policy_loss(
     o, loss_mask, logprobs = objective, batch.loss_mask, likelihood.logprobs
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     advantages = torch.where(loss_mask, batch.advantages, 0)
-    ratio = token_ratio = log_ratio(logprobs, old_logprobs, loss_mask)
+    token_ratio = log_ratio(logprobs, old_logprobs, loss_mask)
     dims = batch.dims if o.dims == "mean" else 1
-    level: surrogates.RatioLevel = "token"
-    if (
-        o.ratio == "sequence"
-    ):  # advantages that differ within a row need the gradient of each action
-        level = "sequence" if o.credit == "outcome" else "sequence_token"
-    if level != "token" or dims != 1:
-        ratio = log_ratio(logprobs, old_logprobs, loss_mask, level=level, dims=dims)
-
+    level: surrogates.RatioLevel = o.ratio
+    if level == "sequence" and o.credit != "outcome":
+        level = "sequence_token"  # advantages that differ within a row need each action's gradient
+    ratio = log_ratio(logprobs, old_logprobs, loss_mask, level=level, dims=dims)
     # Only "vespo" reads the ratio of tokens whatever the objective's level.
-    per_action = _surrogate_losses(
-        o,
-        token_ratio if o.surrogate == "vespo" else ratio,
-        logprobs,
-        advantages,
-        loss_mask,
-        own_surrogate,
-    )
+    read = token_ratio if o.surrogate == "vespo" else ratio
+    per_action = _surrogate_losses(o, read, logprobs, advantages, loss_mask, own_surrogate)
 
     # Distance to the policy that sampled the batch, and the fraction of actions that the clip
     # stops.
@@ -103,9 +92,15 @@ def policy_loss(
                 f"none",
                 advice="Use an engine that reports them, or set $objective.correction none",
             )
-        kind: Any = {"mode": o.correction, "level": o.correction_level}
-        kind |= {"low": o.correction_low, "high": o.correction_high}
-        weight = correction_weights(old_logprobs, batch.sampler_logprobs, loss_mask, **kind)
+        weight = correction_weights(
+            old_logprobs,
+            batch.sampler_logprobs,
+            loss_mask,
+            mode=o.correction,
+            level=o.correction_level,
+            low=o.correction_low,
+            high=o.correction_high,
+        )
         per_action = weight * per_action
         stats["correction/weight"] = Stat.of(weight, loss_mask)
 
@@ -188,11 +183,11 @@ def _surrogate_losses(
         problem = f"surrogate={o.surrogate!r} is a function's name, and only a run loads it"
         raise GruppoError(problem, option="objective.surrogate", advice="clip")
     losses = own_surrogate(ratio, advantages, torch.where(loss_mask, logprobs, 0), loss_mask)
-    if not isinstance(losses, Tensor) or losses.shape != loss_mask.shape:
-        shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    shape = getattr(losses, "shape", type(losses).__name__)
+    if shape != loss_mask.shape:
         raise GruppoError(
             f"""the surrogate {o.surrogate} returned {shape}; it needs the loss of each action,
-                {list(loss_mask.shape)}""",
+                {loss_mask.shape}""",
             option="objective.surrogate",
         )
     return losses

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gruppo.core.groups import AllSum
+from gruppo.core.groups import AllSum, batch_moments
 
 
 def place_score(score: Float[Tensor, "B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
@@ -107,13 +107,7 @@ def whiten(
 
     Fewer than two kept actions, or actions that are equal up to rounding, give 0.
     """
-    kept = torch.where(loss_mask, x, 0).double()
-    total = all_sum(torch.stack([kept.sum(), loss_mask.sum().double(), kept.abs().sum()]))
-    mean = total[0] / total[1].clamp(min=1)
-    centered = torch.where(loss_mask, kept - mean, 0)
-    var = all_sum(centered.square().sum()) / (total[1] - 1).clamp(min=1)
-    magnitude = total[2] / total[1].clamp(min=1)
-    is_residue = (
-        var.sqrt() <= 4 * torch.finfo(x.dtype).eps * magnitude
-    )  # False where NaN, which must not become 0
+    centered, var, magnitude = batch_moments(x, loss_mask, all_sum)
+    # False if NaN, which must not become 0
+    is_residue = var.sqrt() <= 4 * torch.finfo(x.dtype).eps * magnitude
     return torch.where(loss_mask & ~is_residue, centered / (var + eps).sqrt(), 0).to(x.dtype)

@@ -37,10 +37,10 @@ def _remaining(step: int, steps: int, kind: str) -> float:
 class Schedule:
     """A value that is a function of the step."""
 
-    kind: str
-    """constant, linear, cosine or steps."""
     initial: float
     final: float
+    kind: str = "steps"
+    """linear, cosine or steps; without milestones, steps is a constant."""
     steps: int = 0
     """Steps from initial to final; 0 for the length of the stage."""
     milestones: tuple[tuple[int, float], ...] = ()
@@ -49,12 +49,9 @@ class Schedule:
     def at(self, step: int, *, length: int) -> float:
         """Value at step 0, 1, ... of a stage of ``length`` steps. Step ``steps`` is the first at
         ``final``."""
-        if self.kind == "constant":
-            return self.initial
         if self.kind == "steps":
-            return next(
-                (value for start, value in reversed(self.milestones) if step >= start), self.initial
-            )
+            reached = [value for start, value in self.milestones if step >= start]
+            return reached[-1] if reached else self.initial
         # Without steps of its own, a schedule spans its stage.
         left = _remaining(step, self.steps or length, self.kind)
         if left in (0, 1):  # the ends exactly: final + (initial - final) is rounded
@@ -67,56 +64,6 @@ class Schedule:
         return (self.initial, self.final, *(value for _, value in self.milestones))
 
 
-@dataclass(frozen=True)
-class AdaptiveSpec:
-    """Initial value and settings of a controller, as parsed."""
-
-    initial: float
-    settings: tuple[tuple[str, float], ...]
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        return (self.initial,)
-
-
-def parse_schedule(value: float | str) -> Schedule | AdaptiveSpec:
-    """Parse a number or a text: ``0.1``, ``linear:1,0``, ``steps:1,50=0.5``,
-    ``adaptive:0.1,target=6``; ValueError says what is wrong."""
-    kind, _, rest = str(value).strip().partition(":")
-    words = rest.split(",")
-    try:
-        if kind in ("linear", "cosine"):
-            initial, final, *length = words
-            steps = [*map(int, length)] or [0]
-            if len(length) > 1 or (length and steps[0] < 1):
-                raise ValueError
-            return Schedule(kind, float(initial), float(final), steps[0])
-        if kind not in ("adaptive", "steps"):
-            return Schedule("constant", float(value), float(value))
-        pairs = [word.split("=") for word in words[1:]]
-        if kind == "adaptive":
-            settings = tuple((key.strip(), float(number)) for key, number in pairs)
-            return AdaptiveSpec(float(words[0]), settings)
-        milestones = tuple((int(step), float(number)) for step, number in pairs)
-        starts = [0, *(start for start, _ in milestones)]
-        if len(starts) == 1 or starts != sorted(set(starts)):
-            raise ValueError
-        return Schedule("steps", float(words[0]), milestones[-1][1], milestones=milestones)
-    except ValueError:
-        raise ValueError(f"is not understood; it needs {SYNTAX}") from None
-
-
-def numbers_of(value: float | str | None, field: str) -> tuple[float, ...]:
-    """All numbers that a field of a stage starts with, ends with or changes to; ValueError if it
-    cannot be parsed."""
-    if value is None:
-        return ()
-    schedule = parse_schedule(value)
-    if isinstance(schedule, AdaptiveSpec):
-        make_controller(field, schedule)
-    return schedule.values
-
-
 @dataclass
 class Controller:
     """A value that follows a metric. Its fields are numbers, which a checkpoint holds."""
@@ -126,6 +73,11 @@ class Controller:
     value: float
     target: float
 
+    @property
+    def values(self) -> tuple[float, ...]:
+        """What is known of its values in advance."""
+        return (self.value,)
+
     def at(self, step: int, *, length: int) -> float:
         """The value now, at any step."""
         return self.value
@@ -134,9 +86,6 @@ class Controller:
         """Follow the metric of a step of ``rows`` samples. A metric that is not finite leaves the
         value."""
         raise NotImplementedError
-
-    def state_dict(self) -> dict[str, float]:
-        return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         vars(self).update({name: float(state[name]) for name in vars(self)})
@@ -210,20 +159,49 @@ CONTROLLERS = {
     "difficulty": (AdaptiveDifficulty, "rate"),
 }
 """Controller of each adaptive field of a stage, and its setting besides the target."""
-UNBOUNDED = {("difficulty", "target")}
 
 
-def make_controller(field: str, spec: AdaptiveSpec) -> Controller:
-    """New controller of a field of a stage; ValueError says what is wrong with its settings."""
+def parse_schedule(value: float | str, field: str = "") -> Schedule | Controller:
+    """Parse a number or a string of a stage's field: ``0.1``, ``linear:1,0``, ``steps:1,50=0.5``,
+    ``adaptive:0.1,target=6``; ValueError says what is wrong."""
+    kind, _, rest = str(value).strip().partition(":")
+    first, *others = rest.split(",")
+    try:
+        if kind in ("linear", "cosine"):
+            final, *length = others
+            steps = [*map(int, length)] or [0]
+            if len(length) > 1 or (length and steps[0] < 1):
+                raise ValueError
+            return Schedule(float(first), float(final), kind, steps[0])
+        if kind not in ("adaptive", "steps"):
+            return Schedule(float(value), float(value))
+        initial, pairs = float(first), [word.split("=") for word in others]
+        if kind == "adaptive":
+            settings = {name.strip(): float(number) for name, number in pairs}
+        else:
+            milestones = tuple((int(step), float(number)) for step, number in pairs)
+            starts = [0, *(start for start, _ in milestones)]
+            if len(starts) == 1 or starts != sorted(set(starts)):
+                raise ValueError
+            return Schedule(initial, milestones[-1][1], milestones=milestones)
+    except ValueError:
+        raise ValueError(f"is not understood; it needs {SYNTAX}") from None
+    return _controller(field, initial, settings)
+
+
+def _controller(field: str, initial: float, settings: dict[str, float]) -> Controller:
     if field not in CONTROLLERS:
         raise ValueError(f"cannot be adaptive; {', '.join(CONTROLLERS)} can")
-    (controller, option), settings = CONTROLLERS[field], dict(spec.settings)
+    controller, option = CONTROLLERS[field]
     if "target" not in settings or not settings.keys() <= {"target", option}:
         raise ValueError(f"is not understood; it needs adaptive:FROM,target=X,{option}=Y")
-    # A reward may be negative. A coefficient of the KL is multiplied: from 0 it never moves.
-    positive = [value for name, value in settings.items() if (field, name) not in UNBOUNDED]
-    if field == "kl_coef":
-        positive.append(spec.initial)
-    if not all(0 < value < math.inf for value in positive) or math.isnan(settings["target"]):
+    positive = dict(settings)
+    if field == "difficulty":  # a reward may be negative
+        del positive["target"]
+    if field == "kl_coef":  # it is multiplied: from 0 it never moves
+        positive["initial"] = initial
+    if not all(0 < value < math.inf for value in positive.values()) or math.isnan(
+        settings["target"]
+    ):
         raise ValueError("is out of range; the settings of adaptive need to be above 0")
-    return controller(spec.initial, **settings)
+    return controller(initial, **settings)

@@ -17,13 +17,7 @@ import torch
 from gruppo import distributed as dist
 from gruppo.config.schema import SCHEDULED, Config, Stage
 from gruppo.config.stages import peak_lr, stage_path
-from gruppo.core.schedules import (
-    AdaptiveSpec,
-    Controller,
-    Schedule,
-    make_controller,
-    warmup_decay,
-)
+from gruppo.core.schedules import Controller, Schedule, warmup_decay
 from gruppo.loading import did_you_mean
 from gruppo.types import GruppoError, Sampling
 
@@ -103,10 +97,7 @@ class StageSchedule:
         self.config, self.plan = config, config.plan
         self.sampling = config.rollout.sampling if sampling is None else sampling
         self._schedules: list[dict[str, Schedule | Controller]] = [
-            {
-                name: make_controller(name, one) if isinstance(one, AdaptiveSpec) else one
-                for name, one in stage.schedules.items()
-            }
+            {name: copy(schedule) for name, schedule in stage.schedules.items()}
             for stage in self.plan
         ]
         self._gates = [
@@ -258,7 +249,7 @@ class StageSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         controllers = [
-            {name: one.state_dict() for name, one in own.items() if isinstance(one, Controller)}
+            {name: dict(vars(one)) for name, one in own.items() if isinstance(one, Controller)}
             for own in self._schedules
         ]
         # copies: a checkpoint may be written after the next step has changed these
