@@ -125,8 +125,6 @@ BY_HAND = {
         "ref_model_sync_steps": "reference.update_every",
         "vllm_importance_sampling_clip_max": "objective.correction_high",
         "vllm_importance_sampling_clip_min": "objective.correction_low",
-        "cliprange_value": "objective.value_clip",
-        "vf_coef": "stage.value_coef",
     },
     "verl": {
         "actor_rollout_ref.actor.clip_ratio_low": "objective.clip_low",
@@ -184,10 +182,12 @@ def test_the_objectives_page_names_the_same_options_of_ours() -> None:
     assert compared > 40
 
 
-def test_of_several_stages_the_one_with_the_largest_coefficient_is_named() -> None:
+def test_of_several_stages_all_are_named() -> None:
     stages = (Stage(name="a", steps=3, kl_coef=0.02), Stage(name="b", kl_coef="linear:0.1,0"))
     (named,) = lookup("sources", "BETA_KL")
-    assert named.describe(Config(stages=stages)) == "--stages.1.kl-coef linear:0.1,0"
+    assert named.describe(Config(stages=stages)) == (
+        "--stages.0.kl-coef 0.02 --stages.1.kl-coef linear:0.1,0"
+    )
 
 
 # --- the command ----------------------------------------------------------------------------------

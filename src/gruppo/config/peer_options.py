@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 import tomllib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from gruppo.types import GruppoError
 
 SYSTEMS = ("trl", "verl", "ddpo", "sources")
 """``sources`` are the documents of docs/dev/sources.md."""
-WIDTH = 40
 
 
 @dataclass(frozen=True)
@@ -30,17 +28,16 @@ class PeerOption:
     """Where it is set there."""
     theirs: str
     ours: str
-    """Dotted options, separated by spaces; empty where nothing here is the same."""
+    """Dotted options, separated by spaces; empty if nothing here is the same."""
     near: str
-    """The nearest option where none is the same."""
+    """The nearest option if none is the same."""
     remark: str
 
     @property
     def keys(self) -> set[str]:
         """Names to look it up by: each end of its path in the other system's tree, after any
         dot."""
-        # An entry names alternatives, "a, b", or the factors of one number, "a x b".
-        paths = [f"{self.part}.{name}".split(".") for name in re.split(r", | x ", self.theirs)]
+        paths = [f"{self.part}.{name}".split(".") for name in self.theirs.split(", ")]
         return {normalized(".".join(path[at:])) for path in paths for at in range(len(path))}
 
     def describe(self, config: Config) -> str:
@@ -50,11 +47,6 @@ class PeerOption:
             return typed
         return f"no counterpart; nearest {typed}" if typed else "no counterpart"
 
-    def line(self, config: Config) -> str:
-        """Their name, our options, and the remark in parentheses."""
-        remark = f"   ({self.remark})" if self.remark else ""
-        return f"{self.theirs:<{WIDTH}}  {self.describe(config)}{remark}"
-
 
 @cache
 def peer_options(system: str) -> tuple[PeerOption, ...]:
@@ -63,8 +55,8 @@ def peer_options(system: str) -> tuple[PeerOption, ...]:
     found = []
     for part, entries in table[system].items():
         for theirs, entry in entries.items():
-            text, _, remark = entry.partition(" | ")
-            ours, _, near = text.strip().partition("~")  # ~our.option is the nearest
+            names, _, remark = entry.partition(" | ")
+            ours, _, near = names.strip().partition("~")  # ~our.option is the nearest
             found.append(PeerOption(part, theirs, ours, near, remark))
     return tuple(found)
 
@@ -106,15 +98,16 @@ def explain_names(config: Config, request: str) -> list[str]:
     found = lookup(system, name) if colon else peer_options(system)
     if not found:
         keys = [key for option in peer_options(system) for key in option.keys]
-        near = difflib.get_close_matches(normalized(name), keys, 1)
-        guess = f"Did you mean {near[0]}?" if near else hint(name)
         raise GruppoError(
-            f"--names {request}: {system} has no option of this name that is known here. {guess}"
+            f"--names {request}: {system} has no option of this name that is known here."
+            f"{_guess(normalized(name), keys)}"
         )
     lines = list[str]()
-    for part in dict.fromkeys(option.part for option in found):
-        lines.append(part)
-        lines += [f"  {option.line(config)}" for option in found if option.part == part]
+    for option in found:
+        if option.part not in lines:
+            lines.append(option.part)
+        remark = f"   ({option.remark})" if option.remark else ""
+        lines.append(f"  {option.theirs:<40}  {option.describe(config)}{remark}")
     return lines
 
 
@@ -123,13 +116,14 @@ def find_system(request: str) -> str:
     name = request.partition(":")[0].strip().lower()
     if name in SYSTEMS:
         return name
-    # Also a longer name, such as ddpo-pytorch.
-    near = [system for system in SYSTEMS if system in name]
-    near += difflib.get_close_matches(name, SYSTEMS, 1)
-    guess = f" Did you mean {near[0]}?" if near else f" {hint(name)}"
-    raise GruppoError(
-        f"--names {name}: unknown system; it needs one of {', '.join(SYSTEMS)}.{guess}"
-    )
+    problem = f"--names {name}: unknown system; it needs one of {', '.join(SYSTEMS)}."
+    raise GruppoError(problem + _guess(name.partition("-")[0], SYSTEMS))  # such as ddpo-pytorch
+
+
+def _guess(name: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    guess = f"Did you mean {near[0]}?" if near else hint(name)
+    return f" {guess}".rstrip()
 
 
 def normalized(name: str) -> str:
@@ -138,22 +132,15 @@ def normalized(name: str) -> str:
 
 
 def _typed(config: Config, name: str) -> str:
-    """An option and its value, as typed in the shell; of several stages, those with the largest
-    value."""
+    """An option and its value as typed in the shell, for each stage if there are several."""
     section, _, leaf = name.partition(".")
-    if name == "stages":
-        return as_flag(name)
-    if section in sections():
-        value = getattr(config.section(sections()[section]), leaf)
-        return f"{as_flag(name)} {as_text(value)}"
-    if section == "stage" and config.stages:  # a coefficient of 0 elsewhere would mislead
-
-        def peak(index: int) -> float:
-            schedule = config.stages[index].schedules.get(leaf)
-            return max(schedule.values) if schedule else 0.0
-
-        name = f"stages.{max(range(len(config.stages)), key=peak)}.{leaf}"
     found = options(config)
-    return (
-        f"{as_flag(name)} {as_text(found[name].value)}".rstrip() if name in found else as_flag(name)
+    if section in sections():
+        found = options(config.section(sections()[section]), f"{section}.")
+    names = [name]
+    if section == "stage" and config.stages:
+        names = [f"stages.{n}.{leaf}" for n in range(len(config.stages))]
+    values = [as_text(found[name].value) if name in found else "" for name in names]
+    return " ".join(
+        f"{as_flag(n)} {value}".rstrip() for n, value in zip(names, values, strict=True)
     )
