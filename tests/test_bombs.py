@@ -52,18 +52,14 @@ def bounded():
 # --- documents ------------------------------------------------------------------------------------
 
 
-def test_aliases_of_yaml_are_refused(tmp_path):
-    lines = ["seed:", "- &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"- &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
-    (tmp_path / "mine.yaml").write_text("\n".join(lines))
-    with pytest.raises(GruppoError, match=r"it refers to an anchor; write its value out"):
-        serialization.load(tmp_path / "mine.yaml")
-
-
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("lists.yaml", "seed: " + "[" * 150 + "]" * 150, "nested more than 100 levels deep"),
+        (
+            "lists.json",
+            '{"seed": ' + "[" * 150 + "]" * 150 + "}",
+            "nested more than 100 levels deep",
+        ),
         ("lists.toml", "seed = " + "[" * 150 + "]" * 150, "nested more than 100 levels deep"),
         ("dots.toml", ".".join(["a"] * 200_000) + " = 1", "a line has more than 256 dots"),
     ],
@@ -80,7 +76,6 @@ def test_documents_that_are_nested_too_deep_are_one_line(tmp_path, name, text, p
         ("a.json", json.dumps({"seed": 10**400})),
         ("b.json", json.dumps({"optim": {"lr": 10**400}})),
         ("a.toml", "[optim]\nlr = " + "9" * 400),
-        ("a.yaml", "seed: " + ":".join(["1"] * 5000)),  # a number of base 60
     ],
 )
 def test_numbers_that_no_option_can_have_are_one_line(tmp_path, name, text):
@@ -106,7 +101,6 @@ def make(kind: str, path: Path) -> Path:
     ("name", "read"),
     [
         ("mine.toml", serialization.load),
-        ("mine.yaml", serialization.load),
         ("config.json", serialization.load),
         ("state.json", read_json),
         ("rows.jsonl", read_jsonl),

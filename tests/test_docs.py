@@ -25,7 +25,7 @@ import gruppo
 from gruppo import api
 from gruppo.cli.commands import COMMANDS, TAKING_RECIPE
 from gruppo.cli.help import all_options
-from gruppo.cli.options import parse_config, pop_option
+from gruppo.cli.options import parse_config, parse_own
 from gruppo.config import schema as configs
 from gruppo.config.options import Option, as_text, options
 from gruppo.core.objective import PRESETS, Objective
@@ -316,7 +316,7 @@ def test_every_command_is_one_that_can_run(page: Path) -> None:
         for n, words in commands_in(text):
             if words[2] in RECIPES and not {"--help", "--help-all"} & {*words}:
                 try:
-                    _, typed = pop_option(pop_option(words[2:], "--names")[1], "--gpus")
+                    _, typed = parse_own(words[2:], configs.ExplainOptions(), "explain")
                     checks.check(
                         parse_config(words[1], typed),
                         modalities()[KINDS.get(words[2].split("-")[0], "text")],

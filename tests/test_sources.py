@@ -14,9 +14,9 @@ import pytest
 from tests.test_docs import KINDS
 
 from gruppo.cli import commands
-from gruppo.cli.options import parse_config, pop_option
+from gruppo.cli.options import parse_config, parse_own
 from gruppo.config import peer_options
-from gruppo.config.schema import Config
+from gruppo.config.schema import Config, ExplainOptions
 from gruppo.modalities import modalities
 from gruppo.recipes import RECIPES
 from gruppo.trainer import checks
@@ -177,9 +177,9 @@ def runs(command: str, args: list[str]) -> bool:
     """Whether the command takes these words; a mistake in them is an error."""
     if command not in ("train", "explain"):
         return command in commands.COMMANDS
-    requested, args = pop_option(args, "--names")
-    if requested is not None:
-        peer_options.explain_names(Config(), requested)
+    own, args = parse_own(args, ExplainOptions(), "explain")
+    if own.names:
+        peer_options.explain_names(Config(), own.names)
     config = parse_config(command, args)
     if config.model and (config.reward or args[0] != "plain"):
         checks.check(config, modalities()[KINDS.get(args[0].split("-")[0], "text")])

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import typing
 
 import pytest
 
 from gruppo.config import serialization
 from gruppo.config.checks import check_config, unread
-from gruppo.config.options import options
+from gruppo.config.options import Range
 from gruppo.config.schema import (
     Config,
     CriticConfig,
@@ -83,11 +84,23 @@ def test_what_is_just_enough_is_not_refused(changes):
     checks.check(dataclasses.replace(GIVEN, **changes))
 
 
-@pytest.mark.parametrize("name", [n for n, o in options(Config()).items() if o.range is not None])
+def ranges(section: object = GIVEN, prefix: str = "") -> dict[str, Range]:
+    """The range of each number of a config, by its dotted name."""
+    found = {}
+    for name, hint in typing.get_type_hints(type(section), include_extras=True).items():
+        value = getattr(section, name)
+        if dataclasses.is_dataclass(value):
+            found |= ranges(value, f"{name}.")
+        for one in getattr(hint, "__metadata__", ()):
+            if isinstance(one, Range):
+                found[prefix + name] = one
+    return found
+
+
+@pytest.mark.parametrize("name", ranges())
 def test_a_number_outside_its_range_is_refused_with_its_option(name):
     """Just outside each finite bound, and infinity and nan."""
-    option = options(Config())[name]
-    bounds = option.range
+    bounds = ranges()[name]
     below = [bounds.ge - 1] * math.isfinite(bounds.ge) + [bounds.gt] * math.isfinite(bounds.gt)
     above = [bounds.le + 1] * math.isfinite(bounds.le) + [bounds.lt] * math.isfinite(bounds.lt)
     for number in (*below, *above, math.inf, math.nan):

@@ -1,4 +1,4 @@
-"""A config goes to JSON, TOML and YAML and back unchanged; what does not fit is refused by name and
+"""A config goes to JSON and TOML and back unchanged; what does not fit is refused by name and
 line."""
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_whole_numbers_become_the_floats_that_fields_are():
         ),
         ({"difusion": {}}, "unknown entry difusion. Did you mean diffusion?"),
         ({"diffusion": {}, "restoration": {}}, "sections of two modalities"),
-        ({"optim": {"terms_every": 1}}, "optim.terms_every is no longer an option"),
+        ({"optim": {"terms_every": 1}}, "unknown entry optim.terms_every"),
         ({"steps": 3.5}, "steps=3.5 needs to be a valid integer"),
         ({"optim": {"lr": "fast"}}, "optim.lr='fast' needs to be a valid number"),
         ({"optim": {"betas": [0.9]}}, "optim.betas=(0.9,) needs more values"),
@@ -139,15 +139,10 @@ def test_a_config_written_as_toml_is_read_back_unchanged(tmp_path, name):
     assert serialization.load(path) == RECIPES[name]()
 
 
-def test_every_field_survives_toml_and_yaml(tmp_path):
+def test_every_field_survives_toml(tmp_path):
     config = dataclasses.replace(changed_everywhere(Config), stage=Stage())
     (tmp_path / "my.toml").write_text(serialization.to_toml(config), encoding="utf-8")
-    (tmp_path / "my.yaml").write_text(json.dumps(serialization.to_dict(config)), encoding="utf-8")
-    assert (
-        serialization.load(tmp_path / "my.toml")
-        == config
-        == serialization.load(tmp_path / "my.yaml")
-    )
+    assert serialization.load(tmp_path / "my.toml") == config
 
 
 def test_toml_has_a_comment_for_each_option_and_none_is_a_word():
@@ -170,22 +165,12 @@ name = "supervised"
 [[stages]]
 lr = 1
 """
-YAML = """
-model: m
-optim:
-  lr: 1e-6   # YAML 1.1 would read a string
-  betas: [0.9, 0.95]
-scoring: {timeout_s: null}
-reward: [psnr]
-"""
 
 
-def test_files_of_both_kinds_are_read(tmp_path):
+def test_stages_of_a_file_are_read(tmp_path):
     (tmp_path / "a.toml").write_text(TOML)
-    (tmp_path / "a.yml").write_text(YAML)
-    toml, yaml = serialization.load(tmp_path / "a.toml"), serialization.load(tmp_path / "a.yml")
-    assert [stage.name for stage in toml.stages] == ["supervised", ""] and toml.stages[1].lr == 1.0
-    assert (yaml.optim.lr, yaml.optim.betas, yaml.scoring.timeout_s) == (1e-6, (0.9, 0.95), None)
+    stages = serialization.load(tmp_path / "a.toml").stages
+    assert [stage.name for stage in stages] == ["supervised", ""] and stages[1].lr == 1.0
 
 
 @pytest.mark.parametrize(
@@ -198,8 +183,6 @@ def test_files_of_both_kinds_are_read(tmp_path):
         ),
         ("a.toml", TOML.replace("lr = 1\n", "lr = [1]\n"), r"a\.toml: stages\.1\.lr=\(1,\) needs"),
         ("a.toml", "steps = \n", r"a\.toml cannot be read as TOML \(.*line 1"),
-        ("a.yaml", YAML.replace("[psnr]", "psnr"), r"a\.yaml: reward='psnr' needs"),
-        ("a.yaml", "a: [", r"a\.yaml cannot be read as YAML \(.*line 1"),
         ("a.json", '{\n"steps": "x"}', r"a\.json: steps='x' needs to be a valid integer"),
     ],
 )

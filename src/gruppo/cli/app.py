@@ -3,7 +3,7 @@
 usage: gruppo COMMAND ...
 
   train RECIPE [--options]    train; RECIPE is a built-in name, file.py:function, or a config file
-                              (TOML, YAML, JSON)
+                              (TOML, JSON)
   train --replay RUN          train again from the ledger of a run with --engine.lag, without its
                               engine
   launch RECIPE --trainers N --servers M [--slurm FILE]

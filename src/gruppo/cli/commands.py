@@ -3,7 +3,6 @@ after * its options."""
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import textwrap
@@ -15,12 +14,11 @@ from typing import Annotated, NoReturn
 
 from gruppo.cli import help as help_text
 from gruppo.cli.app import EXIT_STOPPED
-from gruppo.cli.options import parse_config, pop_option, pop_switch
+from gruppo.cli.options import parse_config, parse_own
 from gruppo.config import peer_options, serialization
-from gruppo.config.schema import Config, EngineConfig
+from gruppo.config.schema import Config, EngineConfig, ExplainOptions, TrainOptions
 from gruppo.errors import DataError
 from gruppo.loading import command_name, visible
-from gruppo.platforms import no_clean_exit
 from gruppo.recipes import RECIPES
 from gruppo.recipes.open import run_stem
 from gruppo.tracking.formatting import ARRAYS, as_text
@@ -34,27 +32,12 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\
 
 @contextmanager
 def _until_stopped(path: Path) -> Iterator[None]:
-    """Exit with the command that continues the run in ``path`` if a signal stops it; never with 0
-    before its end."""
+    """Exit with the command that continues the run in ``path`` if a signal stops it."""
     from gruppo import distributed as dist
     from gruppo.trainer.loop import Stopped, how_to_continue
 
-    process, leave = os.getpid(), os._exit
-    problem = (
-        f"before the run was complete. Remove that; what is saved continues with: "
-        f"{command_name()} resume {path}"
-    )
-
-    def leave_incomplete(status: int) -> NoReturn:
-        if status == 0 and os.getpid() == process:  # not a child that was forked
-            print(f"gruppo: os._exit(0) was called {problem}", file=sys.stderr, flush=True)
-            status = DataError.exit_code
-        leave(status)
-
-    os._exit = leave_incomplete
     try:
-        with no_clean_exit(f"gruppo: C code called exit() {problem}", DataError.exit_code):
-            yield
+        yield
     except (Stopped, KeyboardInterrupt):  # a second signal interrupts at once
         if dist.is_main():
             print(f"gruppo: {how_to_continue(path)}", file=sys.stderr)
@@ -62,30 +45,31 @@ def _until_stopped(path: Path) -> Iterator[None]:
     except SystemExit as error:
         if error.code:
             raise
-        raise DataError(f"sys.exit() was called {problem}") from None
-    finally:
-        os._exit = leave
+        raise DataError(
+            f"sys.exit() was called before the run was complete. Remove that; what is saved "
+            f"continues with: {command_name()} resume {path}"
+        ) from None
 
 
 def train(args: list[str]) -> None:
     """Train from the beginning."""
-    trust_run, args = pop_switch(args, "--trust-run")
-    replayed, args = pop_option(args, "--replay", "train")
-    if replayed is not None:
+    own, args = parse_own(args, TrainOptions(), "train")
+    replayed = own.replay
+    if replayed:
         if not (Path(replayed) / "config.json").is_file() or (args and not args[0].startswith("-")):
             problem = f"--replay {replayed}: it needs the folder of a run, which has the recipe too"
             raise GruppoError(problem, advice="Give gruppo train --replay RUN --options")
         args = [replayed, *args]
-    config = parse_config("train", args, trust_run=trust_run)
-    if replayed is not None:  # without the run's engine
+    config = parse_config("train", args, trust_run=own.trust_run)
+    if replayed:  # without the run's engine
         config = replace(config, engine=EngineConfig(lag=config.engine.lag, replay=replayed))
     from gruppo import api  # takes seconds: a wrong option is answered before
 
     if not config.name:  # the recipe, or the saved run without its time
-        stem = run_stem(args[0]) + ("-replay" if replayed is not None else "")
+        stem = run_stem(args[0]) + ("-replay" if replayed else "")
         config = replace(config, name=api.new_name(stem, config.runs_dir))
     with _until_stopped(Path(config.runs_dir) / config.name):
-        api.finish(api.start(config, show=True, trust_run=trust_run), show=True)
+        api.finish(api.start(config, show=True, trust_run=own.trust_run), show=True)
 
 
 def launch(args: list[str]) -> NoReturn:
@@ -239,20 +223,16 @@ def export(
 def explain(args: list[str]) -> None:
     """Describe what ``train`` would do; with ``--names SYSTEM``, show the options under another
     system's names."""
-    names, args = pop_option(args, "--names", "explain")
-    if names is not None:
-        peer_options.find_system(names)  # refused before a missing recipe is
-        config = Config() if ":" in names and not args else parse_config("explain", args)
-        print("\n".join(peer_options.explain_names(config, names)))
+    own, args = parse_own(args, ExplainOptions(), "explain")
+    if own.names:
+        peer_options.find_system(own.names)  # refused before a missing recipe is
+        config = Config() if ":" in own.names and not args else parse_config("explain", args)
+        print("\n".join(peer_options.explain_names(config, own.names)))
         return
-    trust_run, args = pop_switch(args, "--trust-run")
-    gpus, args = pop_option(args, "--gpus", "plan")
-    if gpus is not None and not (gpus.isdecimal() and int(gpus)):
-        raise GruppoError(f"--gpus {gpus}: it needs a number of GPUs, as in --gpus 8.")
-    config = parse_config("explain", args, trust_run=trust_run)
+    config = parse_config("explain", args, trust_run=own.trust_run)
     from gruppo import api
 
-    print("\n".join(api.explain(config, gpus=int(gpus or 1), trust_run=trust_run)))
+    print("\n".join(api.explain(config, gpus=own.gpus, trust_run=own.trust_run)))
 
 
 def doctor(

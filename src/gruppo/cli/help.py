@@ -14,10 +14,8 @@ from typing import Any, NoReturn
 import shtab
 
 from gruppo.config.options import Option, as_text, options
-from gruppo.config.schema import Config, LaunchConfig
+from gruppo.config.schema import Config, ExplainOptions, LaunchConfig, Shortcuts, TrainOptions
 from gruppo.config.sections import sections
-from gruppo.config.stages import KINDS
-from gruppo.core.objective import PRESETS
 from gruppo.errors import as_flag
 from gruppo.types import GruppoError
 
@@ -29,7 +27,7 @@ def _names(*lines: str) -> tuple[str, ...]:
 
 
 EXPERT = _names(
-    "trust_remote_code back_off. distributed. saving.completions scoring.isolate",
+    "trust_run trust_remote_code back_off. distributed. saving.completions scoring.isolate",
     "engine.timeout_s engine.max_mismatch engine.replay engine.colocated engine.publish_dir",
     "environment.max_reply_tokens environment.timeout_s evaluation.data evaluation.samples",
     "lora.adapter lora.load_in_4bit rollout.first_samples rollout.stop scoring.timeout_s",
@@ -48,20 +46,9 @@ OF_TEXT = _names(
     "environment. engine. rollout.max_new_tokens rollout.temperature rollout.top_",
     "objective.overlong objective.mask_truncated stage.temperature stage.entropy_coef",
 )
-SHORTCUTS = {
-    "objective": f"Preset of the objective: {', '.join(PRESETS)}.",
-    "stages": f"Stages NAME:STEPS,NAME ({', '.join(KINDS)}), whose options are --stages.0.lr ...",
-}
-OWN = {
-    "train": {"replay": "Run with --engine.lag to train from, in place of a recipe."},
-    "explain": {
-        "gpus": "Number of GPUs whose memory is estimated, with --distributed.shard.",
-        "names": "System (trl, verl, ddpo or sources) whose names are shown; trl:beta for one.",
-    },
-}
+HELP_FLAGS = ("-h", "--help", "--help-all")
+OWN: dict[str, Any] = {"train": TrainOptions, "explain": ExplainOptions, "launch": LaunchConfig}
 """Options of a command besides those of a config."""
-CLOSING = """--trust-run imports code that the folder of a run or model names, though you did not
-create it. --help-all lists all options, with details."""
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", bool: "{true,false}"}
 
 
@@ -88,14 +75,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise GruppoError(f"{message.removeprefix('argument ')}. {self.prog} --help says more.")
-
-
-def flags_parser(flags: Mapping[str, str], command: str) -> Parser:
-    """Parser of options with one value each, by their help."""
-    parser = Parser(prog=f"gruppo {command}")
-    for name, text in flags.items():
-        parser.add_argument(f"--{name}", metavar="VALUE", help=text)
-    return parser
 
 
 def options_parser(
@@ -141,16 +120,18 @@ def config_help(config: Config, command: str, *, is_complete: bool) -> str:
         is_set = option.value != option.default
         return is_complete or is_set or not option.name.startswith(hidden)
 
-    found = options(config)
+    found = own_options(command.split(" ")[0]) | options(config)
     if not is_complete:
         found = {name: replace(option, help=option.summary) for name, option in found.items()}
-    name = command.split(" ")[0]
-    parents = [flags_parser(SHORTCUTS | OWN.get(name, {}), command)]
-    if name == "launch":
-        parents.append(options_parser(options(LaunchConfig()), command))
-    parents.append(options_parser(found, command, is_shown))
-    usage = f"gruppo {command} [--option value ...]"
-    return Parser(usage=usage, parents=parents, epilog=CLOSING).format_help().rstrip()
+    parser = options_parser(found, command, is_shown)
+    parser.usage = f"gruppo {command} [--option value ...]"
+    parser.epilog = "--help-all lists all options, with details."
+    return parser.format_help().rstrip()
+
+
+def own_options(command: str) -> dict[str, Option]:
+    """Options of a command that takes those of a config, besides them."""
+    return (options(OWN[command]()) if command in OWN else {}) | options(Shortcuts())
 
 
 def command_parser(name: str, command: Callable[..., Any]) -> Parser:
@@ -191,12 +172,9 @@ def completion(
     subparsers = parser.add_subparsers()
     for name, command in commands.items():
         if name in recipes:
-            table = (options(LaunchConfig()) if name == "launch" else {}) | all_options()
-            flags = flags_parser(SHORTCUTS | OWN.get(name, {}), name)
-            parents = [flags, options_parser(table, name)]
-        else:
-            parents = [command_parser(name, command)]
-        one = subparsers.add_parser(name, parents=parents, help=name)
-        if name in recipes:
+            one = options_parser(own_options(name) | all_options(), name)
             one.add_argument("recipe", choices=recipes[name])
+        else:
+            one = command_parser(name, command)
+        subparsers.add_parser(name, parents=[one], help=name)
     return shtab.complete(parser, shell=shell)

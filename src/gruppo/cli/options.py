@@ -11,20 +11,18 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from gruppo.cli import help as help_text
+from gruppo.cli.help import HELP_FLAGS, Shortcuts
 from gruppo.config import peer_options, serialization
 from gruppo.config.options import options
 from gruppo.config.schema import Config
-from gruppo.config.sections import sections
+from gruppo.config.sections import find_modality, sections
 from gruppo.config.stages import planned
 from gruppo.errors import as_flag
-from gruppo.modalities import find_modality
 from gruppo.recipes import RECIPES
 from gruppo.recipes.open import check_code, config_file, recipe_config
 from gruppo.types import GruppoError
 
 T = TypeVar("T")
-
-HELP_FLAGS = ("-h", "--help", "--help-all")
 
 
 def parse_config(command: str, args: Sequence[str], *, trust_run: bool = False) -> Config:
@@ -38,7 +36,7 @@ def parse_config(command: str, args: Sequence[str], *, trust_run: bool = False) 
         return apply_options(Config(), args, f"{command} RECIPE")
     if not args or args[0].startswith("-"):
         raise GruppoError(f"""no recipe was given. gruppo {command} RECIPE, where RECIPE is
-            {", ".join(RECIPES)}, file.py:function, or a config file (TOML, YAML, JSON).""")
+            {", ".join(RECIPES)}, file.py:function, or a config file (TOML, JSON).""")
     recipe, file, usage = recipe_config(args[0]), config_file(args[0]), f"{command} {args[0]}"
     if file is None or command == "config":  # the user's own code, or nothing is imported
         return apply_options(recipe, args[1:], usage)
@@ -54,32 +52,30 @@ def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
     options, applied after them, change single values. ``--stage.x`` together with ``--stages``
     changes what the stages are made from.
     """
-    requested = [arg for arg in args if arg in HELP_FLAGS]
     words = [_normalized(arg) for arg in args if arg not in HELP_FLAGS]
     for name, kind in sections().items():
         if config.modality is None and any(word.startswith(f"--{name}.") for word in words):
             config = replace(config, modality=kind())
-    chosen, words = help_text.flags_parser(help_text.SHORTCUTS, command).parse_known_args(words)
-    if chosen.objective is not None:
+    chosen, words = parse_own(words, Shortcuts(), command)
+    if chosen.objective:
         objective = serialization.preset(chosen.objective)
         # A property of the recipe's model.
         if config.objective.kl == "exact" and objective.kl_in == "loss":
             objective = replace(objective, kl="exact")
         config = serialization.change(config, {"objective": objective})
-    if chosen.stages is not None:
+    if chosen.stages:
         config, words = _set(config, words, command, "stage.")
         config = planned(chosen.stages, config)
     config, words = _set(config, words, command)
     if words:
         raise _not_understood(words, command, options(config), config)
-    if requested:
+    if any(arg in HELP_FLAGS for arg in args):
         # A recipe without a modality gets that of its --model, whose options the help would lack
         # otherwise.
         section = find_modality(config.model).config_section if config.model else None
         if config.modality is None and section is not None:
             config = replace(config, modality=section())
-        is_complete = "--help-all" in requested
-        print(help_text.config_help(config, command, is_complete=is_complete))
+        print(help_text.config_help(config, command, is_complete="--help-all" in args))
         sys.exit(0)
     return config
 
@@ -103,21 +99,6 @@ def _set(
     return serialization.change(config, vars(values), is_text=True), rest
 
 
-def pop_switch(args: Sequence[str], option: str) -> tuple[bool, list[str]]:
-    """Whether an option without a value is given, and the other arguments."""
-    return option in args, [arg for arg in args if arg != option]
-
-
-def pop_option(
-    args: Sequence[str], option: str, command: str = "COMMAND"
-) -> tuple[str | None, list[str]]:
-    """The value of one option (None without it), and the other arguments."""
-    parser = help_text.Parser(prog=f"gruppo {command}")
-    parser.add_argument(option, dest="value")
-    found, rest = parser.parse_known_args(args)
-    return found.value, rest
-
-
 def parse_own(args: Sequence[str], own: T, command: str) -> tuple[T, list[str]]:
     """``own``, a dataclass of options besides those of a config, with those among ``args``; and the
     other arguments."""
@@ -127,22 +108,21 @@ def parse_own(args: Sequence[str], own: T, command: str) -> tuple[T, list[str]]:
 
 def parse_command(name: str, command: Callable[..., Any], args: Sequence[str]) -> dict[str, Any]:
     """The keyword arguments for a command's function; with ``--help`` they are described, and the
-    process exits."""
+    process exits. Words after ``--`` are no options; the last list of arguments takes them."""
     parser = help_text.command_parser(name, command)
     at = args.index("--") if "--" in args else len(args)
     if any(arg in HELP_FLAGS for arg in args[:at]):
         print(parser.format_help().rstrip())
         sys.exit(0)
     values, words = parser.parse_known_intermixed_args(args[:at])
-    parsed = vars(values)
-    literal = list(args[at + 1 :])  # words after -- are no options
-    lists = [field for field, value in parsed.items() if isinstance(value, list | tuple)]
-    for field in lists:
-        parsed[field] = (*parsed[field], *literal)
-        literal = []
+    literal = list(args[at + 1 :])
+    for field, value in vars(values).items():
+        if isinstance(value, list | tuple):
+            setattr(values, field, (*value, *literal))
+            literal = []
     if words or literal:
         raise _not_understood([*words, *literal], name, inspect.signature(command).parameters)
-    return parsed
+    return vars(values)
 
 
 def _not_understood(

@@ -52,44 +52,36 @@ def smallest_group(config: Config) -> int:
 
 def unread(config: Config) -> list[str]:
     """Options that were set although nothing reads them."""
-    has_updates = config.updates_per_batch > 1
-    has_servers = config.engine.kind == "vllm"
-    has_adapter = bool(config.lora.adapter)
-    reference = config.reference
-    is_read = {
-        "back_off.": bool(config.back_off.metric),
+    reference, has_lora = config.reference, config.lora.rank > 0 or bool(config.lora.adapter)
+    has_reader = {
+        "back_off.": config.back_off.metric,
         "critic.": config.objective.has_critic,
         "critic.model": config.critic.kind == "separate",
         "distributed.offload_params": config.distributed.shard != "none",
-        "engine.colocated": has_servers,
-        "engine.max_mismatch": has_servers,
-        "engine.publish_dir": has_servers,
-        "engine.timeout_s": has_servers,
-        "engine.urls": has_servers,
-        "environment.": bool(config.environment.names),
-        "lora.": has_adapter or config.lora.rank > 0,
-        "lora.alpha": not has_adapter,
-        "lora.rank": not has_adapter,
-        "lora.targets": not has_adapter,
-        "objective.kl_mask": has_updates,
-        "optim.stop_kl": has_updates,
+        "engine.colocated engine.max_mismatch engine.publish_dir engine.timeout_s engine.urls": (
+            config.engine.kind == "vllm"
+        ),
+        "environment.": config.environment.names,
+        "lora.": has_lora,
+        "lora.alpha lora.rank lora.targets": not config.lora.adapter,
+        "objective.kl_mask optim.stop_kl": config.updates_per_batch > 1,
+        "prompts.difficulty_column": has_difficulty(config),
         "reference.": max(highest(config, "kl_coef"), highest(config, "cons_coef")) > 0,
         "reference.kind": reference.update_every <= config.steps,
-        "reference.place": not has_adapter and not config.lora.rank,
-        "reference.update_every": reference.is_mixed,
-        "reference.update_rate": reference.is_mixed,
-        "reference.watch_prompts": reference.is_mixed,
-        "prompts.difficulty_column": has_difficulty(config),
+        "reference.place": not has_lora,
+        "reference.update_every reference.update_rate reference.watch_prompts": reference.is_mixed,
         "rollout.refill_rounds": smallest_group(config) > 1,
         "stage.": not config.stages,
         "supervised.": highest(config, "sup_coef") > 0,
         "supervised.column": not config.supervised.template,
     }
-    unread = tuple(prefix for prefix, has_reader in is_read.items() if not has_reader)
+    without = [
+        name for names, is_read in has_reader.items() if not is_read for name in names.split()
+    ]
     return [
         name
         for name, option in options(config).items()
-        if option.value != option.default and name.startswith(unread)
+        if option.value != option.default and name.startswith(tuple(without))
     ]
 
 
@@ -131,17 +123,11 @@ def _stage_rules(config: Config) -> Iterator[Rule]:
         problem = f"{where} learns nothing: {', '.join(names)} are all 0"
         yield not learns, problem, f"{where}.rl_coef", "1"
     steps = sum(stage.steps for stage in plan)
-    problem = f"the stages have {steps} steps and the run {config.steps}"
+    is_wrong, advice = steps >= config.steps, f"above {steps}, of which the last stage needs some"
     if plan[-1].steps:
+        is_wrong = steps != config.steps
         advice = f"{steps}, or ${where}.steps 0 for a last stage that lasts to the end"
-        yield steps != config.steps, problem, "steps", advice
-    else:
-        yield (
-            steps >= config.steps,
-            f"{problem}, which leaves the last none",
-            "steps",
-            f"above {steps}",
-        )
+    yield is_wrong, f"the stages have {steps} steps and the run {config.steps}", "steps", advice
     yield (
         has_difficulty(config) and not config.prompts.difficulty_column,
         "a stage samples the easiest prompts, but no column says which they are",

@@ -8,7 +8,6 @@ import difflib
 import inspect
 import itertools
 import math
-import textwrap
 import typing
 from collections.abc import Iterable
 from contextlib import suppress
@@ -97,7 +96,6 @@ class Option:
     default: Any
     """Of its dataclass; ``value`` may be a recipe's."""
     help: str
-    range: Range | None = None
 
     @property
     def summary(self) -> str:
@@ -105,40 +103,35 @@ class Option:
         return self.help.partition("\n\n")[0]
 
     @property
+    def kinds(self) -> dict[Any, tuple[Any, ...]]:
+        """Arguments of its generic types, by type: ``{Literal: ("none", "fsdp")}``."""
+        hints = (self.hint, *typing.get_args(self.hint))
+        return {typing.get_origin(hint): typing.get_args(hint) for hint in hints}
+
+    @property
     def choices(self) -> list[str]:
         """Values of a Literal."""
-        kinds = (self.hint, *typing.get_args(self.hint))
-        literals = [kind for kind in kinds if typing.get_origin(kind) is typing.Literal]
-        return [str(value) for kind in literals for value in typing.get_args(kind)]
+        return list(map(str, self.kinds.get(typing.Literal, ())))
 
     @property
     def is_list(self) -> bool:
-        return any(
-            typing.get_origin(kind) is tuple for kind in (self.hint, *typing.get_args(self.hint))
-        )
+        return tuple in self.kinds
 
 
 @cache
-def fields_of(kind: Any) -> dict[str, tuple[Any, Range | None, str]]:
-    """Type, range and docstring of each field of a dataclass."""
-    hints = typing.get_type_hints(kind, include_extras=True)
+def fields_of(kind: Any) -> dict[str, tuple[Any, str]]:
+    """Type and docstring of each field of a dataclass."""
     docs = dict[str, str]()
     # Python keeps no docstrings of fields: they are read from the source.
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]
+    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
     for field, below in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
             docs[ast.unparse(field.target)] = inspect.cleandoc(ast.literal_eval(below.value))
-    found = {}
-    for field in dataclasses.fields(kind):
-        hint = hints[field.name]
-        metadata = getattr(hint, "__metadata__", ())
-        interval = next((one for one in metadata if isinstance(one, Range)), None)
-        found[field.name] = (
-            hint.__origin__ if metadata else hint,
-            interval,
-            docs.get(field.name, ""),
-        )
-    return found
+    hints = typing.get_type_hints(kind)
+    return {
+        field.name: (hints[field.name], docs.get(field.name, ""))
+        for field in dataclasses.fields(kind)
+    }
 
 
 def options(section: Any, prefix: str = "") -> dict[str, Option]:
@@ -147,7 +140,7 @@ def options(section: Any, prefix: str = "") -> dict[str, Option]:
     leaves = dict[str, Option]()
     nested = dict[str, Option]()
     default = type(section)()
-    for name, (hint, interval, doc) in fields_of(type(section)).items():  # type: ignore[arg-type]
+    for name, (hint, doc) in fields_of(type(section)).items():  # type: ignore[arg-type]
         value = getattr(section, name)
         path = prefix + name
         if dataclasses.is_dataclass(value):
@@ -156,7 +149,7 @@ def options(section: Any, prefix: str = "") -> dict[str, Option]:
             for index, item in enumerate(value):
                 nested |= options(item, f"{path}.{index}.")
         elif name != "modality":
-            leaves[path] = Option(path, hint, value, getattr(default, name), doc, interval)
+            leaves[path] = Option(path, hint, value, getattr(default, name), doc)
     return leaves | nested
 
 
@@ -174,8 +167,10 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     # Backwards, so that of two options with the same last part the first counts.
     leaves = {other.rpartition(".")[2]: other for other in reversed(known)}
     leaf = name.rpartition(".")[2]
+    if leaf in leaves:
+        return leaves[leaf]
     # The whole name has to be close (0.6 is the default): names of one section resemble each other
     # by their prefix.
-    close = [] if leaf in leaves else difflib.get_close_matches(name, known, 1, cutoff=0.75)
-    similar = [leaf] if leaf in leaves else difflib.get_close_matches(leaf, leaves, 1)
-    return next(iter([*close, *(leaves[other] for other in similar)]), None)
+    close = difflib.get_close_matches(name, known, 1, cutoff=0.75)
+    close += [leaves[other] for other in difflib.get_close_matches(leaf, leaves, 1)]
+    return close[0] if close else None

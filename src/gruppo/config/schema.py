@@ -533,8 +533,40 @@ class Config:
 
 
 @dataclass(frozen=True)
+class Shortcuts:
+    """Options that change many of a config's."""
+
+    objective: str = ""
+    """Preset of the objective, such as grpo, dr-grpo, dapo, gspo, rloo or ppo."""
+    stages: str = ""
+    """Stages NAME:STEPS,NAME (supervised, ramp, full); then --stages.0.lr ..."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of ``gruppo train`` besides those of the run."""
+
+    replay: str = ""
+    """Run with --engine.lag to train from, in place of a recipe."""
+    trust_run: bool = False
+    """Import the code that the folder names, though you did not create it."""
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """Options of ``gruppo explain`` besides those of the run."""
+
+    gpus: Positive = 1
+    """Number of GPUs whose memory is estimated, with --distributed.shard."""
+    names: str = ""
+    """System (trl, verl, ddpo or sources) whose names are shown; trl:beta for one."""
+    trust_run: bool = False
+    """Import the code that the folder names, though you did not create it."""
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
-    """Options of ``gruppo launch`` beside those of the run."""
+    """Options of ``gruppo launch`` besides those of the run."""
 
     trainers: Positive = 1
     """Ranks of the trainer."""
@@ -546,5 +578,7 @@ class LaunchConfig:
     """Restarts of the trainers, and of each server."""
     server_command: str = ""
     """Command of a server, with {model}, {host} and {port}; default: gruppo serve."""
+    trust_run: bool = False
+    """Import the code that the folder names, though you did not create it."""
     slurm: str = ""
     """Submit a Slurm job: a script with the #SBATCH lines and the set-up of the cluster."""

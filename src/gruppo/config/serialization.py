@@ -1,4 +1,4 @@
-"""Configs as dicts and as files: TOML, YAML and JSON, and the names of objective presets."""
+"""Configs as dicts and as TOML and JSON files, and the names of objective presets."""
 
 from __future__ import annotations
 
@@ -27,27 +27,9 @@ MAX_BYTES = 1 << 20
 """Of a config file; those of gruppo have a few KB."""
 MAX_DOTS = 256
 """In a line up to its "=". TOML's reader takes minutes for a key of many parts."""
-REMOVED = {
-    "rollout.refill_by": "the sum of all rewards decides",
-    "rollout.max_group_size": "a group grows up to twice group_size",
-    "optim.state_place": "distributed.offload_params moves AdamW's state with the shards",
-    "optim.terms_every": "gradients of single terms are not measured",
-    "back_off.lr_factor": "it is 0.5",
-    "evaluation.along_steps": "rewards of single denoising steps are not measured",
-    "engine.max_inflight": "it is 512",
-    "engine.transfer": "weights are published as a folder",
-    "saving.completions_gb": "it is 10",
-    "saving.ledger_gb": "it is 2",
-    "distributed.backend": "the variable GRUPPO_DIST_BACKEND sets it",
-    "objective.running_decay": "it is 0.99",
-    "objective.tau_pos": "it is 1",
-    "objective.tau_neg": "it is 1.05",
-}
-"""Options of earlier versions, and what holds in their place."""
-CORRECTION = "objective.correction"
 BRANCHES = re.compile(r"int$|float$|str$|[\w-]+\[.*\]$")
 """Parts of pydantic's locations that are no entries: the branch of a union."""
-SUFFIXES = (".toml", ".yaml", ".yml", ".json")
+SUFFIXES = (".toml", ".json")
 
 
 class UnknownEntry(GruppoError):
@@ -74,14 +56,11 @@ def from_dict(data: Mapping[str, Any], *, is_text: bool = False) -> Config:
     for name in ("engine", "environment"):
         if isinstance(data.get(name), str):
             data[name] = {"kind": data[name]}
-    objective, engine = data.get("objective", {}), data.get("engine")
+    objective, engine = data.get("objective", {}), data.get("engine", {})
     if isinstance(objective, str):
-        objective = asdict(preset(objective))
-        del objective["correction"]
+        objective = preset_dict(preset(objective))
     if isinstance(objective, Mapping) and isinstance(engine, Mapping):
-        correction = "truncate" if engine.get("kind") == "vllm" else "none"
-        objective = {"correction": correction, **objective}
-    data["objective"] = objective
+        data["objective"] = {"correction": default_correction(engine), **objective}
     named = [name for name in data if name in sections()]
     if len(named) > 1:
         raise GruppoError(f"the config has sections of two modalities, {' and '.join(named)}")
@@ -89,6 +68,18 @@ def from_dict(data: Mapping[str, Any], *, is_text: bool = False) -> Config:
     for name in named:
         modality = build(sections()[name], data.pop(name), prefix=f"{name}.", is_text=is_text)
     return replace(build(Config, data, is_text=is_text), modality=modality)
+
+
+def default_correction(engine: Mapping[str, Any]) -> str:
+    return "truncate" if engine.get("kind") == "vllm" else "none"
+
+
+def preset_dict(objective: Objective) -> dict[str, Any]:
+    """An objective as a dict, in which a correction of "none" leaves the choice to the engine."""
+    fields = asdict(objective)
+    if objective.correction == "none":
+        del fields["correction"]
+    return fields
 
 
 def build(kind: type[T], data: Any, *, prefix: str = "", is_text: bool = False) -> T:
@@ -112,7 +103,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _forbid_unknown(kind: Any) -> None:
-    for hint, _, _ in fields_of(kind).values():
+    for hint, _ in fields_of(kind).values():
         for nested in filter(is_dataclass, (hint, *get_args(hint))):
             _forbid_unknown(nested)
     kind.__pydantic_config__ = {"extra": "forbid"}
@@ -129,9 +120,6 @@ def _invalid(
         path.pop()
     # repr, since the names are a stranger's, and a terminal obeys control characters
     entry = repr((prefix + ".".join(path)).strip("."))[1:-1]
-    if entry in REMOVED:
-        problem = f"{entry} is no longer an option: {REMOVED[entry]}. Leave it out."
-        return GruppoError(problem, option=entry)
     if first["type"] == "unexpected_keyword_argument":
         near = nearest(entry, [*options(kind(), prefix), *fields_of(kind), *sections()])
         hint = f" Did you mean {near}?" if near else f" Known: {', '.join(fields_of(kind))}."
@@ -146,6 +134,8 @@ def change(config: Config, changes: Mapping[str, Any], *, is_text: bool = False)
     "ppo"}``. A section can be changed together with its entries."""
     # By way of a dict, so that values are checked as those of a file are.
     data = to_dict(config)
+    if data["objective"]["correction"] == default_correction(data["engine"]):
+        del data["objective"]["correction"]  # the engine may change
     by_depth = sorted(changes.items(), key=lambda item: item[0].count("."))
     for name, value in by_depth:
         *path, leaf = name.split(".")
@@ -153,8 +143,8 @@ def change(config: Config, changes: Mapping[str, Any], *, is_text: bool = False)
             leaf = section_name(value)
         if isinstance(value, str) and name in ("engine", "environment"):
             path, leaf = [name], "kind"
-        if isinstance(value, str) and name == "objective":
-            value = preset(value)
+        if name == "objective":
+            value = preset_dict(preset(value) if isinstance(value, str) else value)
         section: Any = data
         try:
             for part in path:
@@ -163,11 +153,7 @@ def change(config: Config, changes: Mapping[str, Any], *, is_text: bool = False)
             section[leaf] = asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
         except (IndexError, TypeError, ValueError):
             raise UnknownEntry(f"the config has no entry {name}", option=name) from None
-    changed = from_dict(data, is_text=is_text)
-    is_served = changed.engine.kind == "vllm" != config.engine.kind
-    if is_served and changed.objective.correction == "none" and CORRECTION not in changes:
-        changed = replace(changed, objective=replace(changed.objective, correction="truncate"))
-    return changed
+    return from_dict(data, is_text=is_text)
 
 
 def preset(name: str) -> Objective:
@@ -183,8 +169,8 @@ def preset(name: str) -> Objective:
 
 
 def load(path: Path) -> Config:
-    """Read the config of a .toml, .yaml or .json file."""
-    needed = "a config file is needed: TOML, YAML or JSON, such as a run's config.json."
+    """Read the config of a .toml or .json file."""
+    needed = "a config file is needed: TOML or JSON, such as a run's config.json."
     return read(path, from_dict, needed)
 
 
@@ -218,17 +204,7 @@ def _parse(text: str, suffix: str) -> Any:
         if any(key.count(".") > MAX_DOTS for key in keys):
             raise ValueError(f"a line has more than {MAX_DOTS} dots")
         return tomllib.loads(text)
-    if suffix not in (".yaml", ".yml"):
-        return parse_json(text)
-    import yaml
-
-    try:
-        # A few aliases stand for billions of entries.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise ValueError("it refers to an anchor; write its value out")
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+    return parse_json(text)
 
 
 def to_toml(config: Config) -> str:

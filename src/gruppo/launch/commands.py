@@ -3,6 +3,7 @@ anything starts."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import shlex
@@ -13,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gruppo.cli.options import parse_config, parse_own, pop_option, pop_switch
+from gruppo.cli.options import parse_config, parse_own
 from gruppo.cli.serve import find_vllm
 from gruppo.config import serialization
 from gruppo.config.checks import check_folder_name
@@ -55,9 +56,13 @@ class Launch:
 
     @property
     def gpus_per_server(self) -> int:
-        long, _ = pop_option(self.vllm, "--tensor-parallel-size")
-        short, _ = pop_option(self.vllm, "-tp")
-        return int(long or short or 1)
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, dest="gpus")
+        return int(parser.parse_known_args(self.vllm)[0].gpus)
+
+    @property
+    def _trust(self) -> list[str]:
+        return ["--trust-run"] if self.options.trust_run else []
 
     def server_command(self, host: str, port: int) -> list[str]:
         config = self.config
@@ -75,7 +80,7 @@ class Launch:
 
     def train_command(self, urls: Sequence[str]) -> list[str]:
         """The command of each rank of a new run; it ends with the addresses of the servers."""
-        command = [*GRUPPO, "train", *self.words]
+        command = [*GRUPPO, "train", *self.words, *self._trust]
         if self.options.servers:
             if not self.config.engine.kind:
                 command += ["--engine", "vllm"]
@@ -85,9 +90,7 @@ class Launch:
     def resume_command(self) -> list[str]:
         """The command of each rank of a run that has begun; ``GRUPPO_ENGINE_URLS`` names its
         servers."""
-        command = [*GRUPPO, "resume", str(self.folder)]
-        if "--trust-run" in self.words:
-            command.append("--trust-run")
+        command = [*GRUPPO, "resume", str(self.folder), *self._trust]
         if self.config.trust_remote_code:
             command.append("--trust-remote-code")
         return command
@@ -113,16 +116,13 @@ def parse_launch(args: list[str]) -> Launch:
     """Parse a command line; its mistakes are refused before anything starts."""
     at = args.index("--") if "--" in args else len(args)
     options, words = parse_own(args[:at], LaunchConfig(), "launch")
-    trust_run, words = pop_switch(words, "--trust-run")
-    config = parse_config("launch", words, trust_run=trust_run)
+    config = parse_config("launch", words, trust_run=options.trust_run)
     check_folder_name(config)
     if not config.name:
         from gruppo.api import new_name
 
         config = replace(config, name=new_name(run_stem(words[0]), config.runs_dir))
         words += ["--name", config.name]
-    if trust_run:
-        words.append("--trust-run")
     launch = Launch(options, config, tuple(words), tuple(args[at + 1 :]))
     check_links(launch.folder)
     if launch.is_begun:
@@ -130,7 +130,7 @@ def parse_launch(args: list[str]) -> Launch:
         own = {name: getattr(config, name) for name in ("name", "runs_dir", "trust_remote_code")}
         saved = launch.folder / "config.json"
         config = replace(serialization.load(saved), **own)
-        check_code(saved, config, config, trust_run=trust_run)
+        check_code(saved, config, config, trust_run=options.trust_run)
         launch = replace(launch, config=config)
         log.info("%s exists: the run is continued, with its own options.", launch.folder)
     _check(launch)
