@@ -49,7 +49,6 @@ from gruppo.tracking.report import closing_lines
 from gruppo.trainer import checkpoint, checks, dry_run, loop
 from gruppo.trainer.callbacks import Callbacks, Step
 from gruppo.trainer.evaluate import Evaluated, held_out
-from gruppo.trainer.forward import MemoryRanOut
 from gruppo.trainer.prefetch import PrefetchEngine
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, check_is_run, environment
@@ -275,7 +274,6 @@ class Trainer:
             self._files = folder
             self._code = code
             self._first = run.state.step
-            folder.limit_budget(run)
             self.steps = loop.steps(run, folder)
             # also where a trainer is forgotten, and at the end of the process
             self._close = weakref.finalize(self, stack.pop_all().close)
@@ -295,12 +293,8 @@ class Trainer:
         """For work on the run: its code may be imported, closed streams end nothing, signals stop
         between steps."""
         listening = self.run.stopper.listening()
-        try:
-            with importing(self._listed), output_may_close(), listening, dist.leaving():
-                yield
-        except MemoryRanOut as error:  # the next attempt, a resume, starts with a smaller budget
-            self._files.limit_budget(self.run, error.budget)
-            raise
+        with importing(self._listed), output_may_close(), listening, dist.leaving():
+            yield
 
     def train(self) -> Result:
         """Run all steps that are left."""

@@ -456,26 +456,17 @@ class MemoryMixin:
     """The unit of ``--optim.token-budget`` in printed output."""
     default_budgets: ClassVar[tuple[int, int]] = (4096, 65536)
     """Budgets of ``micro_batches`` if memory is not short: on a CPU, and on an accelerator."""
-    out_of_memory_hint: ClassVar[tuple[str, str]] = (
-        "one row of {units} actions",
-        "Train a smaller module or sample shorter rows.",
-    )
-    """What did not fit into memory and what to do, for the error message."""
+    out_of_memory_hint: ClassVar[str] = "Train a smaller module or sample shorter rows."
+    """What to do if a single row does not fit into memory, for the error message."""
 
-    def bytes_per_unit(self, *, least: bool = False) -> int:
-        """Return the activation memory of one unit of the budget; 0 if unknown. ``least``: of the
-        leanest layout."""
+    def bytes_per_unit(self) -> int:
+        """Return the activation memory of one unit of the budget; 0 if unknown."""
         return 0
 
     def longest_prompt(self, prompts: Sequence[Prompt] | Rollouts) -> int:
         """Return the units of the budget that the longest of these prompts takes; 0 if prompts take
         none."""
         return 0
-
-    def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
-        """Return the units of the budget that the longest of these rows takes, its prompt
-        included."""
-        return int(rollouts.lengths[rows].max())
 
     def memory_estimate(
         self, config: Any, prompts: Sequence[Prompt], budget: int, group_size: int

@@ -9,9 +9,9 @@ identity (``eq=False``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from itertools import chain
 from typing import Any, Literal, Self
 
 import torch
@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from gruppo.errors import DataError, EngineLost, GruppoError, NumericalStop  # noqa: F401
 
 Finish = Literal["stop", "length", "error"]
-
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -68,7 +66,7 @@ class Sampling:
     max_actions: int = 64
     """Longest rollout, in actions."""
     stop: tuple[str, ...] = ()
-    """Further texts that end a completion, beside the tokenizer's end tokens."""
+    """Further strings that end a completion, besides the tokenizer's end tokens."""
 
     def __post_init__(self) -> None:
         valid = {
@@ -114,10 +112,10 @@ class Rollouts:
     temperature: Float[Tensor, "B"]
     finish: tuple[Finish, ...]
     """[B] "stop" (ended by itself), "length" (cut at max_actions) or "error"."""
-    shared: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+    shared: Mapping[str, Any] = field(default_factory=dict)
     """[P, ...] entries of each prompt: prompt ids, conditioning. Ragged entries are tuples of
     length P."""
-    per_row: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+    per_row: Mapping[str, Any] = field(default_factory=dict)
     """[B, ...] entries of each row: initial latent, time steps, the environment's replies."""
 
     def __len__(self) -> int:
@@ -127,41 +125,33 @@ class Rollouts:
         """Select rows, in the order of ``rows``. Prompts without rows are dropped and ``group_ids``
         re-indexed."""
         index = torch.as_tensor(rows, dtype=torch.long)  # [b]
-        groups, group_ids = self.group_ids[index].unique(
-            return_inverse=True
-        )  # [p] that have rows, and [b]
-        rows_of = {name: _pick(getattr(self, name), index) for name in _ROW_FIELDS}
-        rows_of["per_row"] = {name: _pick(value, index) for name, value in self.per_row.items()}
-        shared = {name: _pick(value, groups) for name, value in self.shared.items()}
+        # groups [p] that have rows, and the new group of each row
+        groups, group_ids = self.group_ids[index].unique(return_inverse=True)
+        fields = {name: _pick(getattr(self, name), index) for name in _ROW_FIELDS}
         return replace(
-            self, prompts=_pick(self.prompts, groups), group_ids=group_ids, shared=shared, **rows_of
+            self,
+            prompts=_pick(self.prompts, groups),
+            group_ids=group_ids,
+            shared={name: _pick(value, groups) for name, value in self.shared.items()},
+            per_row={name: _pick(value, index) for name, value in self.per_row.items()},
+            **fields,
         )
 
     @staticmethod
     def cat(parts: Sequence[Rollouts]) -> Rollouts:
         """Concatenate rows. Those of the same prompt and draw become one group; shorter parts are
         padded."""
-        # the parts may hold rows of the same prompt: groups are numbered by the first place of each
-        # (id, draw)
         prompts = [prompt for part in parts for prompt in part.prompts]
-        keys = [(prompt.id, prompt.draw) for prompt in prompts]
-        places: dict[tuple[str, int], int] = {}  # of each group's first prompt
-        for place, key in enumerate(keys):
-            places.setdefault(key, place)
-        first = torch.tensor(list(places.values()), dtype=torch.long)
-        groups = {key: group for group, key in enumerate(places)}
-        # for each part, the new group of each of its prompts
-        group_of = torch.tensor([groups[key] for key in keys], dtype=torch.long).split(
-            [len(p.prompts) for p in parts]
-        )
-        shared = {name: _join([part.shared[name] for part in parts]) for name in parts[0].shared}
-        # An environment may open a conversation by what reset(seed) returns; likelihoods read one
-        # prompt per group.
-        for place, key in enumerate(keys if "prompt_ids" in shared else ()):
-            if not torch.equal(shared["prompt_ids"][place], shared["prompt_ids"][places[key]]):
-                raise DataError(f"""samples of prompt {key[0]!r} have different prompts, and cannot
-                    be joined to one group. Let reset(seed) of its environment return the same for
-                    the same seed and columns.""")
+        group_of: dict[tuple[str, int], int] = {}
+        firsts: list[int] = []  # position of each new group's first prompt
+        new_ids: list[int] = []  # new group of each prompt
+        for position, prompt in enumerate(prompts):
+            group = group_of.setdefault((prompt.id, prompt.draw), len(firsts))
+            new_ids.append(group)
+            if group == len(firsts):
+                firsts.append(position)
+        index, sizes = torch.tensor(firsts, dtype=torch.long), [len(part.prompts) for part in parts]
+        ids_of = torch.tensor(new_ids, dtype=torch.long).split(sizes)
         columns = max(part.actions.shape[1] for part in parts)
         fields: dict[str, Any] = {}
         for name in _ROW_FIELDS:
@@ -169,16 +159,15 @@ class Rollouts:
             if name in _COLUMN_FIELDS:
                 values = [_widened(x, columns) for x in values]
             fields[name] = _join(values)
-        group_ids = torch.cat(
-            [ids[part.group_ids] for ids, part in zip(group_of, parts, strict=True)]
-        )
-        shared = {name: _pick(values, first) for name, values in shared.items()}
-        per_row = {name: _join([part.per_row[name] for part in parts]) for name in parts[0].per_row}
+        first = parts[0]
+        shared = {name: _join([part.shared[name] for part in parts]) for name in first.shared}
         return Rollouts(
-            prompts=_pick(prompts, first),
-            group_ids=group_ids,
-            shared=shared,
-            per_row=per_row,
+            prompts=_pick(prompts, index),
+            group_ids=torch.cat(
+                [ids[part.group_ids] for ids, part in zip(ids_of, parts, strict=True)]
+            ),
+            shared={name: _pick(value, index) for name, value in shared.items()},
+            per_row={name: _join([part.per_row[name] for part in parts]) for name in first.per_row},
             **fields,
         )
 
@@ -239,11 +228,16 @@ def _pick(value: Any, index: Tensor) -> Any:
 
 
 def _join(values: Sequence[Any]) -> Any:
-    return (
-        torch.cat(list(values))
-        if isinstance(values[0], Tensor)
-        else tuple(x for value in values for x in value)
-    )
+    return torch.cat(list(values)) if isinstance(values[0], Tensor) else tuple(chain(*values))
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to a tensor, or to each one of a record; None stays None."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if value is None:
+        return None
+    return replace(value, **{name: map_tensors(x, function) for name, x in vars(value).items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,10 +248,6 @@ class Gaussian:
     """[b, t, *E]"""
     std: Tensor
     """[b, t], or like ``mean``."""
-
-    def take(self, rows: Int[Tensor, "n"]) -> Gaussian:
-        """Select rows."""
-        return Gaussian(self.mean[rows], self.std[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,10 +263,6 @@ class Likelihood:
     """From a value head on the policy's trunk."""
     output: Any = None
     """The deterministic prediction that supervised losses read."""
-
-    def take(self, rows: Int[Tensor, "n"]) -> Likelihood:
-        """Select rows of log-probs and Gaussian, all that is kept of a batch."""
-        return Likelihood(self.logprobs[rows], gaussian=_take(self.gaussian, rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,17 +308,14 @@ class TrainBatch(Before):
     """``mask`` without rows that are unscored, ended in an error, or are masked for truncation."""
     advantages: Float[Tensor, "B T"]
     returns: Float[Tensor, "B T"] | None = None
+    weights: Float[Tensor, "B T"] | None = None
+    """Of each action in the loss, over the minibatch of all ranks; set by ``update``."""
 
     def take(self, rows: Int[Tensor, "b"]) -> TrainBatch:
         """Select rows of everything but the demonstrations, which have rows of their own."""
-        taken = {name: _take(value, rows) for name, value in vars(self).items() if name != "demos"}
-        return replace(self, **taken)
-
-
-def _take(value: Any, rows: Int[Tensor, "b"]) -> Any:
-    if value is None or isinstance(value, Tensor):
-        return None if value is None else value[rows]
-    return value.take(rows)
+        rollouts = None if self.rollouts is None else self.rollouts.take(rows)
+        own = map_tensors(replace(self, rollouts=None, demos=None), lambda x: x[rows])
+        return replace(own, rollouts=rollouts, demos=self.demos)
 
 
 @dataclass(frozen=True)
@@ -352,28 +335,25 @@ class Stat:
     def of(x: Tensor, where: Tensor | None = None) -> Stat:
         """Compute the statistics of ``x``, where ``where`` is True if given; on an accelerator they
         are pending."""
-        if x.device.type not in AT_ONCE:
-            if x.numel() == 0:
+        x = x.detach()
+        if x.device.type in AT_ONCE:
+            kept = x if where is None else x[where]
+            kept = kept.double()  # sums of bfloat16 would lose small terms
+            if kept.numel() == 0:  # aminmax refuses an empty tensor
                 return Stat()
-            # Masked entries are replaced: indexing by the mask would wait for the device, to count
-            # them.
-            x, kept = x.detach().double(), torch.ones_like(x, dtype=torch.bool)
-            if where is not None:
-                kept = where.reshape(*where.shape, *[1] * (x.ndim - where.ndim)).expand_as(x)
-            sums = torch.where(kept, x, 0)
-            ends = [torch.where(kept, x, torch.inf).amin(), torch.where(kept, x, -torch.inf).amax()]
-            return Stat(
-                pending=(torch.stack([kept.sum().to(x), sums.sum(), sums.square().sum(), *ends]),)
-            )
-        kept = (
-            (x if where is None else x[where]).detach().double()
-        )  # sums of bfloat16 would lose small terms
-        if kept.numel() == 0:  # aminmax refuses an empty tensor
+            sums = torch.stack([kept.sum(), kept.square().sum(), *kept.aminmax()])
+            return Stat(float(kept.numel()), *sums.tolist())
+        if x.numel() == 0:
             return Stat()
-        return Stat(
-            float(kept.numel()),
-            *torch.stack([kept.sum(), kept.square().sum(), *kept.aminmax()]).tolist(),
-        )
+        # Masked entries are replaced: indexing by the mask would wait for the device
+        x = x.double()
+        mask = torch.ones_like(x, dtype=torch.bool)
+        if where is not None:
+            mask = where.reshape(*where.shape, *[1] * (x.ndim - where.ndim)).expand_as(x)
+        sums = torch.where(mask, x, 0)
+        ends = [torch.where(mask, x, torch.inf).amin(), torch.where(mask, x, -torch.inf).amax()]
+        numbers = [mask.sum().to(x), sums.sum(), sums.square().sum(), *ends]
+        return Stat(pending=(torch.stack(numbers),))
 
     def __add__(self, other: Stat) -> Stat:
         sums = (self.count + other.count, self.sum + other.sum, self.sum_sq + other.sum_sq)

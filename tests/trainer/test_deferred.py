@@ -194,9 +194,7 @@ def test_the_optimizer_leaves_out_a_step_that_is_not_finite_and_three_end_the_ru
     )
     for attempt in range(3):
         if attempt == 2:
-            with pytest.raises(
-                NumericalStop, match="3 updates in a row had a gradient that is not finite"
-            ):
+            with pytest.raises(NumericalStop, match="3 updates in a row"):
                 step(run)
         else:
             _, metrics = step(run)

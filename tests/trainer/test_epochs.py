@@ -61,14 +61,11 @@ def test_each_epochs_ratio_clip_and_kl_are_those_of_the_steps_by_hand(tmp_path, 
             if name.startswith(f"epoch/{number}/")
         }
         assert got == {
-            "ratio_mean": pytest.approx(float(ratio.mean()), rel=1e-5),
             "ratio_max": pytest.approx(float(ratio.max()), rel=1e-4),
             "clip_frac": pytest.approx(float(clipped.double().mean()), abs=1.5 / len(ratio)),
-            "kl_old_nats": pytest.approx(-float(log_ratio.mean()), rel=1e-3, abs=1e-6),
             "kl_old_k3_nats": pytest.approx(
                 float((ratio - 1 - log_ratio).mean()), rel=1e-3, abs=1e-9
             ),
-            "updates_count": 2,
         }
         counts.append(float(clipped.sum()))
         sums += torch.stack([ratio.sum(), torch.tensor(float(len(ratio)))])
@@ -76,7 +73,7 @@ def test_each_epochs_ratio_clip_and_kl_are_those_of_the_steps_by_hand(tmp_path, 
         0 < counts[0] < counts[1] < counts[2]
     )  # the first epoch's second minibatch is not on-policy any more
     assert result["ratio/mean"] == pytest.approx(float(sums[0] / sums[1]), rel=1e-5)
-    assert result["update/epochs_count"] == 3 and "epoch/4/ratio_mean" not in result
+    assert result["update/epochs_count"] == 3 and "epoch/4/ratio_max" not in result
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +93,5 @@ def test_where_the_kl_ends_a_batch_is_said_in_epochs(kls, tmp_path, updates, epo
     assert logged["update/updates_count"] == updates
     assert logged["update/early_stop_frac"] == 1 and logged["update/epochs_count"] == epochs
     begun_epochs = int(epochs) + 1
-    taken = [logged[f"epoch/{n}/updates_count"] for n in range(1, begun_epochs + 1)]
-    assert taken == [2.0] * int(epochs) + [2 * (epochs % 1)]
     assert logged[f"epoch/{begun_epochs}/ratio_max"] > 1
     assert not [name for name in logged if name.startswith(f"epoch/{begun_epochs + 1}/")]

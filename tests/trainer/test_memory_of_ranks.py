@@ -31,7 +31,7 @@ def short_on_the_second_rank(config: dict[str, Any], rows: int) -> None:
 
 
 def refused(config: dict[str, Any], rows: int) -> None:
-    result = "the last request was for 20.00 GiB"
+    result = "one row does not fit into memory: CUDA out of memory. Tried to allocate 20.00 GiB"
     try:
         short_on_the_second_rank(config, rows)
     except GruppoError as error:

@@ -92,6 +92,6 @@ def test_a_step_of_several_prompts_has_the_gradient_of_chat_rl(tmp_path, token_b
     assert tokens.max() > 1.3 * tokens.min()
     expected = gradient_of_the_script(policy.module, rollouts, batch.rewards)
     stats = backward(run, batch, step_params)
-    assert (stats["update/micro_batches"].count > 1) == (token_budget == 60)
+    assert (stats["update/micro_batches_count"].count > 1) == (token_budget == 60)
     for parameter, by_script in zip(policy.module.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, by_script, rtol=1e-4, atol=1e-7)

@@ -154,7 +154,7 @@ def test_a_gradient_of_all_terms_is_the_one_by_hand(tmp_path, consistency):
     torch.testing.assert_close(
         found, expected, rtol=1e-5, atol=1e-7
     )  # advantages and weights are float32
-    assert stats["update/micro_batches"].sum > 3 and expected.norm() > 0.1
+    assert stats["update/micro_batches_count"].sum > 3 and expected.norm() > 0.1
     for name in ("kl", "sup", "cons"):
         assert stats[f"loss/{name}"].sum == pytest.approx(by_hand[name].item(), rel=1e-6), name
         assert by_hand[name].item() > 1e-3

@@ -27,7 +27,7 @@ from gruppo.trainer.demonstrations import Answers
 from gruppo.trainer.forward import minibatches
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams, step_params_at
-from gruppo.trainer.update import backward, learn, learning
+from gruppo.trainer.update import backward, learn
 from gruppo.types import DataError, GruppoError, Prompt, TrainBatch
 
 ALONE: dict[str, Any] = {"stage__rl_coef": 0.0, "stage__sup_coef": 1.0, "supervised__batch": 5}
@@ -119,7 +119,7 @@ def test_micro_batches_do_not_change_the_gradient(tmp_path):
     run.config = api.change(run.config, {"optim__token_budget": 1})
     run.state.token_budget = 1
     stats = backward(run, batch, step_params)
-    assert stats["update/micro_batches"].count > 10
+    assert stats["update/micro_batches_count"].count > 10
     torch.testing.assert_close(gradient_of(run, batch, step_params), whole, rtol=0, atol=1e-6)
 
 
@@ -135,7 +135,7 @@ def test_where_memory_runs_out_in_either_term_both_begin_again(tmp_path, rows):
     assert max(full.asked) > rows and lowered < TOKENS_ON_CPU
     full.rows = 1 << 30
     torch.testing.assert_close(gradient_of(run, batch, step_params), got, rtol=0, atol=0)
-    assert stats["sup/nats"].count == int(batch.demos.lengths.sum())
+    assert stats["sup/loss_nats"].count == int(batch.demos.lengths.sum())
     run.state.token_budget = TOKENS_ON_CPU
     torch.testing.assert_close(gradient_of(run, batch, step_params), got, rtol=0, atol=1e-6)
 
@@ -267,11 +267,6 @@ def test_a_critic_rests_while_demonstrations_teach_alone(tmp_path, kind):
     )
     run = build(config, Parts())[0]
     head = copy.deepcopy(list(run.critic.module.parameters()))
-    critics = set(run.critic.module.parameters())
-    assert critics.isdisjoint(learning(run, run.stage_schedule.step_params(0))) and learning(
-        run, run.stage_schedule.step_params(0)
-    )
-    assert critics < set(learning(run, step_params_at(api.change(config, {"stages": []}), 0)))
     for _ in range(2):
         collected = collect(run, run.stage_schedule.step_params(run.state.step))
         learn(run, collected.batch, run.stage_schedule.step_params(run.state.step))

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -19,19 +18,19 @@ from torch import Tensor
 from gruppo import distributed as dist
 from gruppo.distributed.sharding import forward, gathered, is_sharded, is_unit, local
 from gruppo.platforms import free_bytes
-from gruppo.protocols import Outputs, Policy, check_values
+from gruppo.protocols import Outputs, Policy, Reference, check_values
 from gruppo.seeds import generator_at
 from gruppo.trainer.demonstrations import demo_parts
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
 from gruppo.types import (
     Before,
-    Gaussian,
     GruppoError,
     Likelihood,
     MicroBatch,
     Rollouts,
     TrainBatch,
+    map_tensors,
 )
 
 log = logging.getLogger("gruppo")
@@ -39,13 +38,19 @@ log = logging.getLogger("gruppo")
 T = TypeVar("T")
 
 USABLE_FRAC = 0.5
-"""Share for activations of what gradients and optimizer state leave free. Logits and scores need
-some too."""
 GIB = 2**30
 
 Mask = Bool[Tensor, "B T"]
-Part = tuple[Rollouts, Mask]
-"""Rollouts, and which of their actions are evaluated."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part(Generic[T]):
+    """Rows that are evaluated in micro-batches."""
+
+    rollouts: Rollouts
+    mask: Mask
+    """Which of their actions are evaluated."""
+    work: Callable[[MicroBatch], T]
 
 
 # --- minibatches ----------------------------------------------------------------------------------
@@ -59,11 +64,9 @@ def minibatches(run: Run, batch: TrainBatch) -> Iterator[TrainBatch]:
             yield from (replace(batch, demos=own) for own in demos if own is not None)
             continue
         for rows, own in zip(minibatch_rows(run, batch.rollouts, epoch), demos, strict=True):
-            rows, is_dummy = _or_dummy(run, rows)
+            rows, loss_mask = _or_dummy(run, rows, batch.loss_mask)
             minibatch = batch if len(rows) == len(batch.rollouts) else batch.take(rows)
-            if is_dummy:
-                minibatch = replace(minibatch, loss_mask=torch.zeros_like(minibatch.loss_mask))
-            yield replace(minibatch, demos=own)
+            yield replace(minibatch, loss_mask=loss_mask, demos=own)
 
 
 def minibatch_rows(run: Run, rollouts: Rollouts, epoch: int) -> Iterator[Int[Tensor, "b"]]:
@@ -92,11 +95,12 @@ def minibatch_rows(run: Run, rollouts: Rollouts, epoch: int) -> Iterator[Int[Ten
         yield torch.isin(numbers, own).nonzero()[:, 0]
 
 
-def _or_dummy(run: Run, rows: Int[Tensor, "b"]) -> tuple[Int[Tensor, "b"], bool]:
-    """Return the rows, or one without a loss for the forwards that all ranks of sharded weights
-    need."""
-    is_dummy = not len(rows) and is_unit(run.policy.module)
-    return torch.zeros(1, dtype=torch.long) if is_dummy else rows, is_dummy
+def _or_dummy(run: Run, rows: Int[Tensor, "b"], mask: Mask) -> tuple[Int[Tensor, "b"], Mask]:
+    """Return the rows and their mask; in place of no rows, one without a loss for the forwards that
+    all ranks of sharded weights need."""
+    if len(rows) or not is_unit(run.policy.module):
+        return rows, mask[rows]
+    return torch.zeros(1, dtype=torch.long), torch.zeros_like(mask[:1])
 
 
 def active_actions(run: Run, loss_mask: Mask, advantages: Tensor, step_params: StepParams) -> Mask:
@@ -167,186 +171,140 @@ def evaluate_before_update(
     run: Run, rollouts: Rollouts, mask: Mask, step_params: StepParams
 ) -> Before:
     """Return old log-probs, reference log-probs and values of the masked actions from before any
-    update, as far as they are needed.
+    update, if they are needed.
 
     They come from the very micro-batches that the first epoch's updates use: in bfloat16 another
     cut rounds differently and the first ratio would not be 1 (after memory has run out in an
-    update, it is not). Numbers are stored in their own precision, float32 at least: the joint
-    log-prob of many dimensions is in the thousands.
+    update, it is not).
     """
     # Old log-probs if advantages are made of them or several updates share them, else the update's
     # own are the old. The reference's with them, and if its weights are kept elsewhere than where
     # an update computes.
-    needed = []
-    if has_kl_in_reward(run, step_params) or run.config.updates_per_batch > 1:
-        needed.append("old")
+    needs_old = has_kl_in_reward(run, step_params) or run.config.updates_per_batch > 1
     reference = run.reference
-    if reference is not None and not needed and not reference.is_offloaded:
+    if reference is not None and not needs_old and not reference.is_offloaded:
         reference = None
-    if reference is not None:
-        needed.append("ref")
-    if run.critic is not None:
-        needed.append("values")
-    stored: dict[str, Tensor] = {}
+    pieces: list[tuple[Any, Before]] = []
     with dist.fail_together(), nullcontext() if reference is None else reference.on_device():
         for rows in minibatch_rows(run, rollouts, epoch=0):
-            rows, is_dummy = _or_dummy(run, rows)
+            rows, own_mask = _or_dummy(run, rows, mask)
             own = rollouts.take(rows)
-            evaluated = in_micro_batches(
-                run,
-                [(own, mask[rows] & (not is_dummy))],
-                lambda cuts, own=own: [  # type: ignore[misc]
-                    (micro_batch, _evaluate(run, own, micro_batch, needed, step_params))
-                    for micro_batch in cuts[0]
-                ],
-            )
-            for micro_batch, outputs in evaluated:
-                if not micro_batch.is_repeat:
-                    _store(stored, outputs, mask.shape, rows[micro_batch.rows], micro_batch.cols)
-    found = {name: stored.get(name, torch.zeros(mask.shape)) for name in needed}
-    gaussians: dict[str, Gaussian | None] = dict.fromkeys(needed)
-    for name in needed:
-        if f"{name}:mean" in stored:
-            gaussians[name] = Gaussian(stored[f"{name}:mean"], stored[f"{name}:std"])
-    ref = Likelihood(found["ref"], gaussian=gaussians["ref"]) if "ref" in found else None
-    return Before(found.get("old"), gaussians.get("old"), ref, found.get("values"))
+            work = partial(_evaluate, run, step_params, needs_old, reference, own)
+            for micro_batch, outputs in in_micro_batches(run, [Part(own, own_mask, work)]):
+                columns = torch.arange(mask.shape[1])[micro_batch.cols]
+                pieces.append(((rows[micro_batch.rows][:, None], columns), outputs))
+    if pieces:
+        return _joined(pieces, mask.shape)
+    nothing = torch.zeros(mask.shape)  # no row of this rank is evaluated
+    return Before(
+        old_logprobs=nothing if needs_old else None,
+        ref=None if reference is None else Likelihood(nothing),
+        old_values=None if run.critic is None else nothing,
+    )
 
 
 def _evaluate(
     run: Run,
+    step_params: StepParams,
+    needs_old: bool,
+    reference: Reference | None,
     rollouts: Rollouts,
     micro_batch: MicroBatch,
-    needed: Sequence[str],
-    step_params: StepParams,
-) -> dict[str, Tensor]:
+) -> Before:
     """Evaluate one micro-batch; a shared critic's values come from the policy's forward, if there
     is one."""
-    outputs: dict[str, Tensor] = {}
-    if "old" in needed:
+    old, ref, values = Before(), None, None
+    if needs_old:
         requested = required_outputs(run, step_params, with_stats=False)
         likelihood = likelihood_of(run.policy, rollouts, micro_batch, outputs=requested)
-        outputs |= _tensors("old", likelihood)
-        if likelihood.values is not None:
-            outputs["values"] = likelihood.values
-    if "ref" in needed and run.reference is not None:
-        likelihood = run.reference.likelihood(rollouts, micro_batch, outputs=gaussian_outputs(run))
-        outputs |= _tensors("ref", likelihood)
-    if run.critic is not None and "values" not in outputs:
-        outputs["values"] = run.critic.values(rollouts, micro_batch)
-    return outputs
+        old = Before(likelihood.logprobs, likelihood.gaussian)
+        values = likelihood.values
+    if reference is not None:
+        ref = reference.likelihood(rollouts, micro_batch, outputs=gaussian_outputs(run))
+    if run.critic is not None and values is None:
+        values = run.critic.values(rollouts, micro_batch)
+    # in their own precision, float32 at least: the joint log-prob of many dimensions is in the
+    # thousands
+    return map_tensors(
+        replace(old, ref=ref, old_values=values),
+        lambda x: x.to(torch.promote_types(x.dtype, torch.float32)).cpu(),
+    )
 
 
-def _tensors(name: str, likelihood: Likelihood) -> dict[str, Tensor]:
-    tensors = {name: likelihood.logprobs}
-    if likelihood.gaussian is not None:
-        tensors[f"{name}:mean"] = likelihood.gaussian.mean
-        tensors[f"{name}:std"] = likelihood.gaussian.std
-    return tensors
-
-
-def _store(
-    stored: dict[str, Tensor],
-    outputs: dict[str, Tensor],
-    shape: Sequence[int],
-    rows: Int[Tensor, "b"],
-    cols: slice,
-) -> None:
-    """Copy the outputs of a micro-batch to their rows and columns of ``stored``."""
-    columns = torch.arange(cols.start or 0, cols.stop)
-    for name, x in outputs.items():  # [b, t, ...]
-        x = x.detach().to(torch.promote_types(x.dtype, torch.float32)).cpu()
-        if name not in stored:
-            fill = float(name.endswith(":std"))
-            stored[name] = torch.full((*shape, *x.shape[2:]), fill, dtype=x.dtype)
-        stored[name][rows[:, None], columns[None]] = x
+def _joined(pieces: Sequence[tuple[Any, Any]], shape: torch.Size) -> Any:
+    """Join the tensors of records, or None, of micro-batches, each at its rows and columns; 0
+    elsewhere."""
+    first = pieces[0][1]
+    if first is None:
+        return None
+    if isinstance(first, Tensor):
+        whole = first.new_zeros(*shape, *first.shape[2:])
+        for place, x in pieces:
+            whole[place] = x
+        return whole
+    fields = {
+        name: _joined([(place, getattr(own, name)) for place, own in pieces], shape)
+        for name in vars(first)
+    }
+    return replace(first, **fields)
 
 
 # --- micro-batches --------------------------------------------------------------------------------
 
 
-class MemoryRanOut(GruppoError):
-    """Memory ran out on a rank in a step of sharded weights, which it cannot try again alone."""
+def in_micro_batches(run: Run, parts: Sequence[Part[T]]) -> list[tuple[MicroBatch, T]]:
+    """Return the micro-batches of all parts with the results of their work, repeated with smaller
+    ones until memory does not run out; a collective.
 
-    exit_code = 75
-    budget = 0
-    """Tokens of a micro-batch with which a resumed run continues."""
-
-
-def in_micro_batches(
-    run: Run, parts: Sequence[Part], work: Callable[[list[list[MicroBatch]]], T]
-) -> T:
-    """Return ``work`` of the micro-batches of each part, repeated with smaller ones until memory
-    does not run out; a collective.
-
-    ``parts``: several rollouts whose gradients add up. Gradients are set to zero before the next
-    attempt, so that no micro-batch counts twice. The smaller budget stays for the rest of the run,
-    on all ranks: where memory runs out on one rank, it has for all; where one fails, all do.
+    Gradients are set to zero before the next attempt, so that no micro-batch counts twice. The
+    smaller budget stays for the rest of the run, on all ranks: where memory runs out on one rank,
+    it has for all; where one fails, all do.
     """
     is_sharded_model = is_unit(run.policy.module)
     while True:
         with dist.phase("micro-batches"), dist.fail_together():
-            cuts, budget, longest = _micro_batches(run, parts)
+            budgets = [budget_for(run, run.memory.longest_prompt(p.rollouts)) for p in parts]
+            cuts = [_cut(run, part, own) for part, own in zip(parts, budgets, strict=True)]
+            budget = max(budgets, default=0)
         if is_sharded_model:
             with dist.phase("micro-batches"):
-                cuts = [
-                    equally_many(run.policy, rollouts, cut)
-                    for (rollouts, _), cut in zip(parts, cuts, strict=True)
-                ]
-        result: Any = None
-        request: str | None = None
+                pairs = zip(parts, cuts, strict=True)
+                cuts = [equally_many(run.policy, part.rollouts, cut) for part, cut in pairs]
+        results: list[tuple[MicroBatch, T]] = []
+        shortage = ""
         failure: Exception | None = None
         try:
             with dist.waiting() if is_sharded_model else nullcontext():
-                result = work(cuts)
+                for part, cut in zip(parts, cuts, strict=True):
+                    results += [(micro_batch, part.work(micro_batch)) for micro_batch in cut]
         except Exception as error:
-            if not is_out_of_memory(error):
-                failure = error
-            elif is_sharded_model:
-                failure = _sharded_failure(budget)
-            else:
-                request = str(error)
-        with dist.phase("memory back-off"):
+            failure = error
+            if is_out_of_memory(error):
+                failure, shortage = None, str(error) or "MemoryError"
+        if shortage and is_sharded_model:
             # a rank that is in the forward of a sharded model cannot leave it and try again
-            is_short = int(request is not None)
-            if not dist.share_failure(failure, is_short, in_step=is_sharded_model):
-                return result
+            failure = GruppoError(
+                f"memory ran out on rank {dist.rank()} in micro-batches of {budget} tokens",
+                option="optim.token_budget",
+                advice=str(max(budget // 2, 1)),
+            )
+        with dist.phase("memory back-off"):
+            if not dist.share_failure(failure, int(bool(shortage)), in_step=is_sharded_model):
+                return [(own, result) for own, result in results if not own.is_repeat]
         # Here and not in the ``except`` block, whose traceback holds the failed activations.
         _free_memory(run)
-        finer = 0
         with dist.phase("memory back-off"), dist.fail_together():
-            if request is not None:
-                finer = finer_budget(run.policy, parts, budget, sum(map(len, cuts)))
-                if not finer:
-                    found = re.search(r"tried to allocate ([\d.]+ ?\w+)", request, re.IGNORECASE)
-                    what = f"the last request was for {found[1]}" if found else request
-                    raise _does_not_fit(run, longest, what)
-        run.state.token_budget = -dist.all_max(-(finer or budget))  # the smallest
+            finer = finer_budget(run, parts, budget, sum(map(len, cuts))) if shortage else budget
+            if not finer:
+                raise GruppoError(
+                    f"one row does not fit into memory: {shortage} {run.memory.out_of_memory_hint}"
+                )
+        run.state.token_budget = -dist.all_max(-finer)  # the smallest
         log.warning(
             "step %d: memory ran out in micro-batches of %d tokens; going on with %d. Set "
             "--optim.token-budget %d to begin there.",
             *(run.state.step, budget, run.state.token_budget, run.state.token_budget),
         )
-
-
-def _micro_batches(run: Run, parts: Sequence[Part]) -> tuple[list[list[MicroBatch]], int, int]:
-    """Return the micro-batches of each part, their budget, and the units of the longest row."""
-    cuts = []
-    largest = longest = 0
-    for rollouts, mask in parts:
-        budget = budget_for(run, run.memory.longest_prompt(rollouts))
-        largest = max(largest, budget)
-        cuts.append(run.policy.micro_batches(rollouts, mask, budget))
-        if cuts[-1]:
-            rows = torch.cat([micro_batch.rows for micro_batch in cuts[-1]])
-            longest = max(longest, run.memory.longest_row(rollouts, rows))
-    # If a row alone needs more than is free, Linux would kill the process without a message.
-    free = free_bytes(run.policy.device)
-    needed = longest * run.memory.bytes_per_unit(least=True)
-    if free is not None and needed > free and run.policy.device.type == "cpu":
-        raise _does_not_fit(
-            run, longest, f"its activations alone need about {needed / GIB:.2f} GiB"
-        )
-    return cuts, largest, longest
 
 
 def equally_many(
@@ -377,14 +335,18 @@ def equally_many(
     return [*micro_batches, *[replace(spare, is_repeat=True)] * missing]
 
 
-def finer_budget(policy: Policy, parts: Sequence[Part], budget: int, count: int) -> int:
+def finer_budget(run: Run, parts: Sequence[Part], budget: int, count: int) -> int:
     """Return the largest halving of the budget that gives more micro-batches than ``count``; 0 if
     none does."""
     while budget > 1:
         budget //= 2
-        if sum(len(policy.micro_batches(*part, budget)) for part in parts) > count:
+        if sum(len(_cut(run, part, budget)) for part in parts) > count:
             return budget
     return 0
+
+
+def _cut(run: Run, part: Part, budget: int) -> list[MicroBatch]:
+    return run.policy.micro_batches(part.rollouts, part.mask, budget)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -397,7 +359,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _free_memory(run: Run) -> None:
     """Release what a failed attempt has left."""
-    run.state.has_run_out = True
     run.optimizer.zero_grad(set_to_none=True)
     run.policy.compute_module.zero_grad(set_to_none=True)
     if run.critic is not None:
@@ -405,25 +366,6 @@ def _free_memory(run: Run) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _sharded_failure(budget: int) -> MemoryRanOut:
-    smaller = max(budget // 2, 1)
-    error = MemoryRanOut(f"""memory ran out on rank {dist.rank()} in micro-batches of {budget}
-        tokens; with sharded weights, a step cannot be repeated by one rank. Resume the run: it
-        continues with {smaller}.""")
-    error.budget = smaller
-    return error
-
-
-def _does_not_fit(run: Run, units: int, reason: str) -> GruppoError:
-    free = free_bytes(run.policy.device)
-    room = "" if free is None else f", {free / GIB:.2f} GiB are free"
-    what, remedy = run.memory.out_of_memory_hint
-    return GruppoError(
-        f"{what.format(units=units)} does not fit into memory: {reason}{room}, optim.token_budget "
-        f"is {run.state.token_budget}. {remedy}"
-    )
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -440,13 +382,12 @@ def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
         yield
         return
     sharded = sum(p.numel() for p in policy.module.parameters() if is_sharded(p))
-    needed = policy.compute_dtype.itemsize * sharded
-    free = free_bytes(policy.device)
+    needed, free = policy.compute_dtype.itemsize * sharded, free_bytes(policy.device)
     if dist.all_max(int(free is not None and needed > free)):
         raise GruppoError(
             f"""sampling with the model itself needs its weights whole on each rank,
-                {needed / GIB:.2f} GiB, and {0 if free is None else free / GIB:.2f} GiB are free on
-                rank {dist.rank()}""",
+                {needed / GIB:.2f} GiB, and rank {dist.rank()} has {(free or 0) / GIB:.2f} GiB
+                free""",
             advice="Sample on servers with $engine vllm, or train a smaller $model",
         )
     with gathered(policy.module):
@@ -460,22 +401,13 @@ def token_budget(run: Run) -> int:
     Chosen is the policy's default, or the largest power of two below it that free memory holds:
     wherever memory is not short the choice is the same, and a run repeats to the bit.
     """
+    configured, default = run.config.optim.token_budget, default_budget(run)
     if not run.state.token_budget:
-        run.state.token_budget = run.config.optim.token_budget or _fitting_budget(run)
+        chosen = run.state.token_budget = configured or _fitting_budget(run, default)
+        if chosen < default and not configured:
+            text = "memory is short: micro-batches have %d tokens in place of %d."
+            log.warning(text, chosen, default)
     return run.state.token_budget
-
-
-def _fitting_budget(run: Run) -> int:
-    default = default_budget(run)
-    per_unit = bytes_per_unit(run)
-    usable = usable_bytes(run)
-    if not per_unit or usable == math.inf:
-        return default
-    budget = 2 ** (max(int(usable / per_unit), 1).bit_length() - 1)
-    if budget >= default:
-        return default
-    log.warning("memory is short: micro-batches have %d tokens in place of %d.", budget, default)
-    return budget
 
 
 def default_budget(run: Run) -> int:
@@ -484,30 +416,26 @@ def default_budget(run: Run) -> int:
 
 
 def budget_for(run: Run, longest: int) -> int:
-    """Return ``token_budget``, or four times the longest prompt's length: each micro-batch of a
-    group reads the prompt.
-
-    Twice if memory does not hold that. Not if the budget was configured or memory has run out.
-    """
+    """Return ``token_budget``; if that is the default, four times the longest prompt's length if
+    that is more and fits: each micro-batch of a group reads the prompt."""
     budget = token_budget(run)
-    if run.config.optim.token_budget or run.state.has_run_out or budget < default_budget(run):
+    if run.config.optim.token_budget or budget != default_budget(run):
         return budget
-    for wider in (4 * longest, 2 * longest):
-        if wider > budget and wider * bytes_per_unit(run) <= usable_bytes(run):
-            return wider
-    return budget
+    return max(budget, _fitting_budget(run, 4 * longest))
 
 
-def usable_bytes(run: Run) -> float:
-    """Return the memory for activations, without float32 gradients and AdamW's state as far as they
-    are not there yet."""
-    free = free_bytes(run.policy.device)
-    if free is None:
-        return math.inf
+def _fitting_budget(run: Run, budget: int) -> int:
+    """Return the budget, or the largest power of two whose activations fit into half of the memory
+    that gradients and AdamW's state leave free. Logits and scores need some too."""
+    free, per_unit = free_bytes(run.policy.device), bytes_per_unit(run)
+    if free is None or not per_unit:
+        return budget
     numbers = sum(local(parameter).numel() for parameter in run.parameters)
     if run.config.distributed.offload_params and run.policy.device.type != "cpu":
         numbers = 0
-    return USABLE_FRAC * (free - 4 * numbers - (0 if run.optimizer.state else 8 * numbers))
+    # the state is in use already once there is any
+    units = USABLE_FRAC * (free - (4 if run.optimizer.state else 12) * numbers) / per_unit
+    return budget if budget <= units else 2 ** (max(int(units), 1).bit_length() - 1)
 
 
 def bytes_per_unit(run: Run) -> int:

@@ -35,19 +35,6 @@ class Recorder:
             self._inner = outer + total
 
 
-def flatten(stats: Mapping[str, Stat], entries: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
-    """Return metrics from statistics: ``entries`` maps a statistic to the metrics it gives, such as
-    ``"mean:len/mean_actions"``."""
-    metrics = {}
-    stats = Stat.read(stats)
-    for name, named in entries.items():
-        for entry in named if name in stats else ():
-            what, metric = entry.split(":", 1)  # a reward may have one in its name
-            is_known = stats[name].count or what in ("sum", "count")
-            metrics[metric] = float(getattr(stats[name], what)) if is_known else float("nan")
-    return metrics
-
-
 def reduced(stats: Mapping[str, Stat], *, keep_empty: bool = False) -> dict[str, float]:
     """Return metrics from statistics that are keyed by their reductions and the metrics' name, such
     as ``mean:eval/psnr`` or ``mean,max:len/{}_actions``.

@@ -53,8 +53,6 @@ class State:
     token_budget: int = 0
     """Tokens of a micro-batch once chosen, fewer where memory has run out; see
     ``memory.token_budget``."""
-    has_run_out: bool = False
-    """Whether memory ran out, after which no micro-batch may exceed ``token_budget``."""
     best: dict[str, float] | None = None
     """Step and value of the best metric that back_off watches; replaced, never changed in place."""
 

@@ -240,19 +240,6 @@ class RunFolder:
                 self._unchecked.check_committed()
                 self._unchecked = None
 
-    def limit_budget(self, run: Run, budget: int = 0) -> None:
-        """Keep ``budget``, with which memory did not suffice for a step of sharded weights, and
-        apply what was kept."""
-        file = self.path / "token_budget"
-        if budget:
-            replace_file(file, str(budget))
-        elif file.is_file():
-            limit = int(file.read_text(encoding="utf-8"))
-            run.state.token_budget, run.state.has_run_out = (
-                min(limit, run.state.token_budget or limit),
-                True,
-            )
-
     def return_to(self, run: Run, saved: checkpoint.Saved) -> None:
         """Restore weights, reference and optimizer; nothing else of the run changes.
 

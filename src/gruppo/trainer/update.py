@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from gruppo import distributed as dist
 from gruppo import types
-from gruppo.config.schema import OptimConfig
 from gruppo.core.loss import LossInputs, critic_loss, policy_loss
 from gruppo.core.weights import Average, loss_total, loss_weights
-from gruppo.distributed.sharding import clip_grad_norm, is_sharded, is_unit
-from gruppo.trainer.demonstrations import consistency_term, supervised_backward
+from gruppo.distributed.sharding import clip_grad_norm, forward, is_sharded, is_unit
+from gruppo.protocols import DemonstrationMixin, RestorationMixin, part
 from gruppo.trainer.forward import (
     Part,
     active_actions,
@@ -30,62 +29,35 @@ from gruppo.trainer.forward import (
     minibatches,
     required_outputs,
 )
-from gruppo.trainer.recorder import flatten
-from gruppo.trainer.run import Run, trained
+from gruppo.trainer.recorder import reduced
+from gruppo.trainer.run import Run
 from gruppo.trainer.stages import StepParams
-from gruppo.trainer.weight_change import EVERY, NORMS, WeightChange, warn_if_lost
+from gruppo.trainer.weight_change import EVERY, WeightChange, warn_if_lost
 from gruppo.types import (
-    Gaussian,
     GruppoError,
     Likelihood,
     MicroBatch,
     NumericalStop,
+    Rollouts,
     Stat,
     TrainBatch,
+    map_tensors,
 )
 
 log = logging.getLogger("gruppo")
 
 MAX_SKIPPED_UPDATES = 3
 """Consecutive updates with a gradient that is not finite that end the run."""
-LEARNED = ("ratio", "sup/nats")
+LEARNED = ("ratio", "sup/loss_nats")
 """Statistics that count what a gradient comes from: sampled actions, tokens of demonstrations."""
-
-_MEANS = (
-    "kl/old_nats",
-    "kl/old_k3_nats",
-    "kl/ref_nats",
-    "clip/high_frac",
-    "clip/low_frac",
-    "clip/kl_mask_frac",
-    "value/clip_frac",
-    *NORMS,
-)
-_LOSSES = ("loss/policy", "loss/kl", "loss/sup", "loss/cons", "loss/value")
-_METRICS = {
-    **{name: (f"mean:{name}",) for name in (*_MEANS, *_LOSSES)},
-    "ratio": ("mean:ratio/mean", "max:ratio/max"),
-    "entropy/nats": ("mean:entropy/mean_nats",),
-    "correction/weight": tuple(
-        f"{what}:correction/{what}" for what in ("mean", "min", "max", "ess_frac")
-    ),
-    "mismatch/nats": ("mean:mismatch/mean_nats", "max:mismatch/max_nats"),
-    "mismatch/lag_0_nats": ("mean:mismatch/lag_0_mean_nats", "count:mismatch/lag_0_count"),
-    "sup/nats": ("mean:sup/loss_nats",),
-    "sup/tokens": ("sum:sup/tokens_count",),
-    "update/taken": ("sum:update/updates_count",),
-    "update/skipped": ("sum:update/skipped_count",),
-    "update/changed": ("mean:update/changed_frac",),
-    "update/micro_batches": ("sum:update/micro_batches_count",),
+_REDUCTIONS = {
+    "ratio": "mean,max:ratio/{}",
+    "entropy/nats": "mean:entropy/mean_nats",
+    "correction/weight": "mean,min,max,ess_frac:correction/{}",
+    "mismatch/nats": "mean,max:mismatch/{}_nats",
+    "mismatch/lag_0_count": "count:mismatch/lag_0_count",
 }
-"""Metrics of the statistics of a batch's updates."""
-_EPOCH_METRICS = {
-    "ratio": ("mean:ratio_mean", "max:ratio_max"),
-    "clip": ("mean:clip_frac",),
-    "kl/old_nats": ("mean:kl_old_nats",),
-    "kl/old_k3_nats": ("mean:kl_old_k3_nats",),
-    "update/taken": ("sum:updates_count",),
-}
+"""Metrics of a statistic (see ``reduced``), if not its mean, or the sum of a ``_count``."""
 
 
 def learn(run: Run, batch: TrainBatch, step_params: StepParams) -> dict[str, float]:
@@ -93,7 +65,8 @@ def learn(run: Run, batch: TrainBatch, step_params: StepParams) -> dict[str, flo
     sampled it."""
     set_learning_rates(run, step_params)
     optim = run.config.optim
-    stats = dict.fromkeys(("update/taken", "update/skipped", "update/micro_batches"), Stat())
+    counts = ("update/updates_count", "update/skipped_count", "update/micro_batches_count")
+    stats = dict.fromkeys(counts, Stat())
     if batch.rollouts is not None:
         stats["loss/policy"] = Stat()
     epochs: list[dict[str, Stat]] = [{} for _ in range(optim.epochs)]
@@ -106,12 +79,22 @@ def learn(run: Run, batch: TrainBatch, step_params: StepParams) -> dict[str, flo
         tried += 1
         if has_moved_far:
             break
-    warn_if_lost(run, stats.get("update/changed", Stat()))
-    # a loss is a weighted sum over its minibatch: the metric is the mean over minibatches
-    for name in stats.keys() & set(_LOSSES):
-        stats[name] = Stat(1, stats[name].sum / tried)
-    metrics = flatten(stats, _METRICS)
-    metrics |= epoch_metrics(optim, epochs, tried - has_moved_far)
+    warn_if_lost(run, stats.get("update/changed_frac", Stat()))
+    for name in stats:
+        if name.startswith("loss/"):
+            # a loss is a weighted sum over its minibatch: the metric is the mean over minibatches
+            stats[name] = Stat(1, stats[name].sum / tried)
+    keyed = {}
+    for name, stat in stats.items():
+        default = "sum" if name.endswith("_count") else "mean"
+        keyed[_REDUCTIONS.get(name, f"{default}:{name}")] = stat
+    metrics = reduced(keyed, keep_empty=True)
+    if optim.epochs > 1:
+        for number, epoch_stats in enumerate(epochs, start=1):
+            metrics |= epoch_metrics(number, epoch_stats)
+    if optim.epochs > 1 or optim.stop_kl:
+        # the minibatch that ended the batch took no update
+        metrics["update/epochs_count"] = (tried - has_moved_far) / optim.minibatches
     if optim.stop_kl:
         metrics["update/early_stop_frac"] = float(has_moved_far)
     return metrics | {"optim/lr": step_params.lr}
@@ -125,29 +108,19 @@ def set_learning_rates(run: Run, step_params: StepParams) -> None:
         group["weight_decay"] = step_params.weight_decay  # AdamW multiplies it by the learning rate
 
 
-def epoch_metrics(
-    optim: OptimConfig, epochs: Sequence[Mapping[str, Stat]], done: int
-) -> dict[str, float]:
-    """Return ``epoch/N/...`` of each epoch that was begun, over its minibatches; none if there is
-    only one epoch.
-
-    ``epochs``: the statistics of each, empty if it was not begun. ``done``: minibatches before
-    ``stop_kl`` ended the batch; the one that it stopped at was evaluated, so it is in its epoch's
-    statistics, but took no update.
-    """
-    metrics: dict[str, float] = {}
-    for number, stats in enumerate(epochs if optim.epochs > 1 else (), start=1):
-        if not stats:
-            break
-        own = {"update/taken": Stat(), **stats}
-        if "clip/high_frac" in stats:  # no action is clipped on both sides
-            high, low = stats["clip/high_frac"], stats["clip/low_frac"]
-            own["clip"] = Stat(high.count, high.sum + low.sum)
-        for name, value in flatten(own, _EPOCH_METRICS).items():
-            metrics[f"epoch/{number}/{name}"] = value
-    if optim.epochs > 1 or optim.stop_kl:
-        metrics["update/epochs_count"] = done / optim.minibatches
-    return metrics
+def epoch_metrics(number: int, stats: Mapping[str, Stat]) -> dict[str, float]:
+    """Return ``epoch/N/...`` of an epoch's minibatches, each before its update, the one that ended
+    the batch included; none of an epoch that was not begun."""
+    if "ratio" not in stats:
+        return {}
+    high, low = stats["clip/high_frac"], stats["clip/low_frac"]
+    own = {
+        "max:ratio_max": stats["ratio"],
+        "mean:kl_old_k3_nats": stats["kl/old_k3_nats"],
+        # no action is clipped on both sides
+        "mean:clip_frac": Stat(high.count, high.sum + low.sum),
+    }
+    return {f"epoch/{number}/{name}": value for name, value in reduced(own).items()}
 
 
 def update(run: Run, batch: TrainBatch, step_params: StepParams) -> tuple[dict[str, Stat], bool]:
@@ -159,7 +132,7 @@ def update(run: Run, batch: TrainBatch, step_params: StepParams) -> tuple[dict[s
     """
     run.optimizer.zero_grad(set_to_none=True)
     stats = backward(run, batch, step_params)
-    has_learned = _reduce_gradients(run, stats, step_params)
+    has_learned = _reduce_gradients(run, stats)
     limit, has_moved_far = run.config.optim.stop_kl, False
     if limit:
         with dist.phase("early stop"):
@@ -171,71 +144,61 @@ def update(run: Run, batch: TrainBatch, step_params: StepParams) -> tuple[dict[s
     networks: dict[str, list[nn.Parameter]] = {"norm": []}
     for group in run.optimizer.param_groups:
         networks.setdefault(group["norm"], []).extend(group["params"])
-    taken: dict[str, Stat] = {}
+    step_stats: dict[str, Stat] = {}
     if not has_learned:
-        taken = {f"grad/{name}": Stat(1, 0.0) for name in networks}
+        step_stats = {f"grad/{name}": Stat(1, 0.0) for name in networks}
     elif not has_moved_far:
-        taken = _step(run, networks)
+        step_stats = _step(run, networks)
     run.optimizer.zero_grad(set_to_none=True)
     if not limit:
         with dist.phase("statistics"):
             stats = dist.merge_stats(stats)
-    return stats | taken, has_moved_far
+    return stats | step_stats, has_moved_far
 
 
-def _reduce_gradients(run: Run, stats: Mapping[str, Stat], step_params: StepParams) -> bool:
-    """Sum gradients over ranks; return whether any rank has learned from a row."""
+def _reduce_gradients(run: Run, stats: Mapping[str, Stat]) -> bool:
+    """Sum gradients over ranks; return whether any rank has learned from a row.
+
+    What has a gradient on no rank keeps none, so that no momentum or decay moves it: the policy
+    during the critic's warmup, an action's std while only demonstrations are learned from.
+    """
     has_learned = any(stats[name].count or stats[name].pending for name in LEARNED if name in stats)
     has_gradient = [parameter.grad is not None for parameter in run.parameters]
     is_learned, *ranks = dist.all_sum(torch.tensor([has_learned, *has_gradient]).long()).tolist()
+    learning = [p for p, count in zip(run.parameters, ranks, strict=True) if count]
     # FSDP has summed those of sharded parameters
-    dist.sum_gradients(p for p in learning(run, step_params) if not is_sharded(p))
-    for parameter, count in zip(run.parameters, ranks, strict=True):
-        if not count:  # as an action's std while only demonstrations are learned from: no momentum
-            parameter.grad = None  # or decay moves it
+    dist.sum_gradients(p for p in learning if not is_sharded(p))
     return bool(is_learned)
-
-
-def learning(run: Run, step_params: StepParams) -> list[nn.Parameter]:
-    """Return parameters that may have a gradient on some rank; the others keep none, so that no
-    momentum or decay moves them.
-
-    The critic's alone during its warmup, and none of them while nothing is sampled.
-    """
-    policy = list(trained(run.policy.module, None).values())
-    if step_params.is_critic_alone:
-        return run.parameters[len(policy) :]
-    return run.parameters if step_params.samples else policy
 
 
 def _step(run: Run, networks: Mapping[str, list[nn.Parameter]]) -> dict[str, Stat]:
     """Clip each network's gradient and step; skip the update if a gradient is not finite."""
     limit = run.config.optim.max_grad_norm or float("inf")
     device = run.policy.device
-    of_networks = {name: clip_grad_norm(own, limit) for name, own in networks.items()}
+    norms = {name: clip_grad_norm(own, limit) for name, own in networks.items()}
     change = WeightChange(run.optimizer) if run.state.step % EVERY == 0 else None
     # several ranks agree on a number before the step
-    has_taken = device.type not in types.AT_ONCE and dist.world_size() == 1
-    if has_taken:
+    has_stepped = device.type not in types.AT_ONCE and dist.world_size() == 1
+    if has_stepped:
         # AdamW itself leaves out a step whose gradient is not finite: what GradScaler sets, without
         # waiting to know
-        norms = torch.stack([norm.to(device, non_blocking=True) for norm in of_networks.values()])
-        vars(run.optimizer)["found_inf"] = (~norms.isfinite()).any().float()
+        queued = torch.stack([norm.to(device, non_blocking=True) for norm in norms.values()])
+        vars(run.optimizer)["found_inf"] = (~queued.isfinite()).any().float()
         run.optimizer.step()
         del vars(run.optimizer)["found_inf"]
-    stats = {f"grad/{name}": Stat(1, float(norm)) for name, norm in of_networks.items()}
-    broken = [name for name in of_networks if not math.isfinite(stats[f"grad/{name}"].sum)]
+    stats = {f"grad/{name}": Stat(1, float(norm)) for name, norm in norms.items()}
+    broken = [name for name in norms if not math.isfinite(stats[f"grad/{name}"].sum)]
     with dist.phase("non-finite gradients"):
         is_finite = not dist.all_max(len(broken))
     if not is_finite:
         _skip(run, broken)
-        return stats | {"update/skipped": Stat(1, 1.0)}
+        return stats | {"update/skipped_count": Stat(1, 1.0)}
     run.state.skipped_updates = 0
-    if not has_taken:
+    if not has_stepped:
         run.optimizer.step()
-    stats["update/taken"] = Stat(1, 1.0)
+    stats["update/updates_count"] = Stat(1, 1.0)
     if change is not None:
-        changed = Stat.read({"update/changed": change.stat()})
+        changed = Stat.read({"update/changed_frac": change.stat()})
         # each rank of a sharded model has its shards
         stats |= dist.merge_stats(changed) if is_unit(run.policy.module) else changed
     return stats
@@ -245,15 +208,17 @@ def _skip(run: Run, broken: Sequence[str]) -> None:
     """Count an update that was not taken; end the run after several in a row."""
     run.state.skipped_updates += 1
     is_critic = "critic_norm" in broken and "norm" not in broken
-    whose, option = ("critic", "$critic.lr") if is_critic else ("policy", "$optim.lr")
-    step = run.state.step
-    log.warning("step %d: the %s's gradient is not finite; this update was skipped.", step, whose)
+    problem = f"step {run.state.step}: grad/{'critic_norm' if is_critic else 'norm'} is not finite"
+    log.warning("%s; this update was skipped.", problem)
     if run.state.skipped_updates >= MAX_SKIPPED_UPDATES:
+        option = "$critic.lr" if is_critic else "$optim.lr"
         raise NumericalStop(
-            f"""step {step}: {MAX_SKIPPED_UPDATES} updates in a row had a gradient that is not
-                finite, the last one the {whose}'s; every save before this step is kept""",
+            f"{problem}, {MAX_SKIPPED_UPDATES} updates in a row; every save before it is kept",
             advice=f"Train again with a lower {option}, or $compute float32",
         )
+
+
+# --- gradients ------------------------------------------------------------------------------------
 
 
 def backward(run: Run, batch: TrainBatch, step_params: StepParams) -> dict[str, Stat]:
@@ -261,43 +226,37 @@ def backward(run: Run, batch: TrainBatch, step_params: StepParams) -> dict[str, 
     rank's statistics.
 
     The weights are those of the whole minibatch over all ranks, so that the micro-batches' losses
-    add up to one loss; each token of the demonstrations counts alike.
+    add up to one loss; each token of the demonstrations has the same weight.
     """
     parts: list[Part] = []
-    terms: list[Callable[[list[MicroBatch]], dict[str, Stat]]] = []
-    if batch.rollouts is not None:
+    rollouts, demos, longest = batch.rollouts, batch.demos, step_params.sampling.max_actions
+    if rollouts is not None:
         average = run.config.objective.average
-        weights = _weights(batch.loss_mask, average, step_params, batch.rollouts.group_ids)
+        weights = _weights(batch.loss_mask, average, longest, rollouts.group_ids)
         active = active_actions(run, batch.loss_mask, batch.advantages, step_params)
-        parts.append((batch.rollouts, active))
-        terms.append(partial(_backward, run, batch, step_params, weights))
-    if batch.demos is not None:
-        weights = _weights(batch.demos.mask, "token", step_params)
+        work = partial(policy_backward, run, replace(batch, weights=weights), step_params)
+        parts.append(Part(rollouts, active, work))
+    if demos is not None:
+        weights = _weights(demos.mask, "token", longest)
         # the consistency term belongs to what is sampled, if anything is
-        params = step_params if batch.rollouts is None else replace(step_params, cons_coef=0.0)
-        parts.append((batch.demos, batch.demos.mask))
-        terms.append(partial(supervised_backward, run, batch.demos, params, weights))
-
-    def work(micro_batches: list[list[MicroBatch]]) -> dict[str, Stat]:
-        stats: dict[str, Stat] = {}
-        for term, own in zip(terms, micro_batches, strict=True):
-            _accumulate(stats, term(own))
-        return stats
-
-    return in_micro_batches(run, parts, work)
+        params = step_params if rollouts is None else replace(step_params, cons_coef=0.0)
+        work = partial(supervised_backward, run, demos, weights, params)
+        parts.append(Part(demos, demos.mask, work))
+    stats: dict[str, Stat] = {}
+    for _, more in in_micro_batches(run, parts):
+        _accumulate(stats, more | {"update/micro_batches_count": Stat(1, 1.0)})
+    return stats
 
 
 def _weights(
     loss_mask: Bool[Tensor, "B T"],
     average: Average,
-    step_params: StepParams,
+    max_length: int,
     group_ids: Int[Tensor, "B"] | None = None,
 ) -> Float[Tensor, "B T"]:
     """Return the weights of this rank's actions in the minibatch of all ranks. A group is on one
     rank, so its actions are counted here."""
-    total = loss_total(
-        loss_mask, average=average, max_length=step_params.sampling.max_actions, group_ids=group_ids
-    )
+    total = loss_total(loss_mask, average=average, max_length=max_length, group_ids=group_ids)
     return loss_weights(loss_mask, average=average, total=dist.all_sum(total), group_ids=group_ids)
 
 
@@ -307,88 +266,99 @@ def _accumulate(stats: dict[str, Stat], more: Mapping[str, Stat]) -> None:
         stats[name] = stats.get(name, Stat()) + stat
 
 
-def _backward(
-    run: Run,
-    batch: TrainBatch,
-    step_params: StepParams,
-    weights: Float[Tensor, "B T"],
-    micro_batches: list[MicroBatch],
+def policy_backward(
+    run: Run, batch: TrainBatch, step_params: StepParams, micro_batch: MicroBatch
 ) -> dict[str, Stat]:
-    """Accumulate gradients and statistics of these micro-batches; no collectives, so that each rank
-    may begin again alone."""
-    rollouts = batch.rollouts
+    """Accumulate the gradient of the sampled actions of a micro-batch; return its statistics."""
+    rollouts, objective = batch.rollouts, run.config.objective
     assert rollouts is not None
-    stats: dict[str, Stat] = {}
     outputs = required_outputs(run, step_params)
-    for micro_batch in micro_batches:
-        with frozen(run.policy.compute_module) if step_params.is_critic_alone else nullcontext():
-            likelihood = likelihood_of(run.policy, rollouts, micro_batch, outputs=outputs)
-        inputs = loss_inputs(run, batch, micro_batch, weights, likelihood)
-        if micro_batch.is_repeat:
-            # not skipped: FSDP gathers and reduces in each forward and backward, which other ranks
-            # wait for
-            nothing = torch.zeros_like(inputs.weights)
-            inputs = replace(inputs, weights=nothing, loss_mask=nothing.bool())
-        objective = run.config.objective
-        terms, more = policy_loss(likelihood, inputs, objective, run.own_surrogate)
-        if step_params.cons_coef:
-            terms["cons"] = consistency_term(run, rollouts, micro_batch, inputs.weights, likelihood)
-        if not step_params.is_critic_alone or "value" in terms:
-            # while the critic learns alone, the policy's part is a number without a gradient
-            total_loss(terms, step_params).backward()
-        if run.critic is not None and not run.critic.is_shared:
-            # after the policy's, whose activations are gone by now
-            values = run.critic.values(rollouts, micro_batch)
-            terms["value"], more["value/clip_frac"] = critic_loss(values, inputs, objective)
-            (step_params.value_coef * terms["value"]).backward()
-        if micro_batch.is_repeat:
-            continue
-        for name, term in terms.items():
-            if name != "entropy":
-                more[f"loss/{name}"] = Stat.of(term)
-        more["update/micro_batches"] = Stat(1, 1.0)
-        more |= _mismatch(run, batch, micro_batch, likelihood, inputs)
-        _accumulate(stats, more)
+    with frozen(run.policy.compute_module) if step_params.is_critic_alone else nullcontext():
+        likelihood = likelihood_of(run.policy, rollouts, micro_batch, outputs=outputs)
+    inputs = loss_inputs(run, batch, micro_batch, likelihood)
+    terms, stats = policy_loss(likelihood, inputs, objective, run.own_surrogate)
+    if step_params.cons_coef:
+        terms["cons"] = consistency_term(run, rollouts, micro_batch, inputs.weights, likelihood)
+    if not step_params.is_critic_alone or "value" in terms:
+        # while the critic learns alone, the policy's part is a number without a gradient
+        total_loss(terms, step_params).backward()
+    if run.critic is not None and not run.critic.is_shared:
+        # after the policy's, whose activations are gone by now
+        values = run.critic.values(rollouts, micro_batch)
+        terms["value"], stats["value/clip_frac"] = critic_loss(values, inputs, objective)
+        (step_params.value_coef * terms["value"]).backward()
+    terms.pop("entropy", None)  # a statistic already
+    stats |= {f"loss/{name}": Stat.of(term) for name, term in terms.items()}
+
+    # how far the sampler's log-probs are from the trainer's: the mean hides what the largest shows
+    device = likelihood.logprobs.device
+    old = likelihood.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
+    sampler = micro_batch.of(rollouts.sampler_logprobs).to(device, non_blocking=True)
+    mismatch = (old - sampler).abs()
+    stats["mismatch/nats"] = Stat.of(mismatch, inputs.loss_mask)
+    if run.config.engine.lag:  # that of older weights contains what was learned since
+        is_newest = micro_batch.of(rollouts.policy_version) == run.state.version
+        is_newest = is_newest.to(device, non_blocking=True)
+        newest = Stat.of(mismatch, inputs.loss_mask & is_newest)
+        stats |= dict.fromkeys(("mismatch/lag_0_mean_nats", "mismatch/lag_0_count"), newest)
     return stats
 
 
-def total_loss(terms: Mapping[str, Tensor], step_params: StepParams) -> Float[Tensor, ""]:
+def supervised_backward(
+    run: Run,
+    demos: Rollouts,
+    weights: Float[Tensor, "B T"],
+    step_params: StepParams,
+    micro_batch: MicroBatch,
+) -> dict[str, Stat]:
+    """Accumulate the gradient of the demonstrations of a micro-batch; return its statistics."""
+    policy = part(run.policy, DemonstrationMixin)
+    likelihood = forward(run.policy.module, run.policy.likelihood, demos, micro_batch)
+    loss = policy.supervised_loss(demos.take(micro_batch.rows), likelihood)  # [b, t]
+    loss_mask = micro_batch.of(demos.mask).to(loss.device, non_blocking=True)
+    own_weights = micro_batch.of(weights) * (not micro_batch.is_repeat)
+    own_weights = own_weights.to(loss, non_blocking=True)
+    terms = {"sup": (own_weights * torch.where(loss_mask, loss, 0)).sum()}
+    if step_params.cons_coef:
+        terms["cons"] = consistency_term(run, demos, micro_batch, own_weights, likelihood)
+    total_loss(terms, step_params).backward()
+    stats = {f"loss/{name}": Stat.of(term) for name, term in terms.items()}
+    tokens = Stat(1, float(micro_batch.of(demos.mask).sum()))
+    return stats | {"sup/loss_nats": Stat.of(loss, loss_mask), "sup/tokens_count": tokens}
+
+
+def consistency_term(
+    run: Run,
+    rollouts: Rollouts,
+    micro_batch: MicroBatch,
+    weights: Float[Tensor, "b t"],
+    likelihood: Likelihood,
+) -> Float[Tensor, ""]:
+    """Consistency loss, weighted and summed over the actions of a micro-batch; ``likelihood`` has
+    its "output"."""
+    ref = Likelihood(likelihood.logprobs.detach())
+    if run.reference is not None and run.policy.modality.consistency_reads_reference(run.config):
+        ref = run.reference.likelihood(rollouts, micro_batch, outputs=("output",))
+    consistency_loss = part(run.policy, RestorationMixin).consistency_loss
+    rows = rollouts.take(micro_batch.rows)
+    # [b, T]; may call the module again
+    loss = forward(run.policy.module, consistency_loss, rows, likelihood, ref)
+    loss = loss[:, micro_batch.cols]  # [b, t]
+    mask = micro_batch.of(rollouts.mask).to(loss.device)
+    return (weights.to(loss) * torch.where(mask, loss, 0)).sum()
+
+
+def total_loss(terms: Mapping[str, Tensor], step_params: StepParams) -> Tensor:
     """Add the terms of a loss, each with its coefficient; the entropy is maximized."""
-    loss = terms["policy"]
-    if step_params.rl_coef != 1:
-        loss = step_params.rl_coef * loss
-    if step_params.entropy_coef:
-        loss = loss - step_params.entropy_coef * terms["entropy"]
     coefficients = {
+        "policy": step_params.rl_coef,
+        "entropy": -step_params.entropy_coef,
         "kl": step_params.kl_coef,
+        "sup": step_params.sup_coef,
         "cons": step_params.cons_coef,
         "value": step_params.value_coef,
     }
-    for name, coefficient in coefficients.items():
-        if name in terms:
-            loss = loss + coefficient * terms[name]
-    return loss
-
-
-def _mismatch(
-    run: Run,
-    batch: TrainBatch,
-    micro_batch: MicroBatch,
-    likelihood: Likelihood,
-    inputs: LossInputs,
-) -> dict[str, Stat]:
-    """Return |trainer's old log-prob - sampler's| of each kept action: the mean hides what the
-    largest shows."""
-    assert batch.rollouts is not None
-    old = likelihood.logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
-    sampler = micro_batch.of(batch.rollouts.sampler_logprobs)
-    mismatch = (old - sampler.to(old.device, non_blocking=True)).abs()
-    stats = {"mismatch/nats": Stat.of(mismatch, inputs.loss_mask)}
-    if run.config.engine.lag:  # that of older weights contains what was learned since
-        is_newest = micro_batch.of(batch.rollouts.policy_version) == run.state.version
-        is_newest = is_newest.to(old.device, non_blocking=True)
-        stats["mismatch/lag_0_nats"] = Stat.of(mismatch, inputs.loss_mask & is_newest)
-    return stats
+    return sum((coefficients[name] * term for name, term in terms.items()), torch.zeros(()))
 
 
 @contextmanager
@@ -404,11 +374,7 @@ def frozen(module: nn.Module) -> Iterator[None]:
 
 
 def loss_inputs(
-    run: Run,
-    batch: TrainBatch,
-    micro_batch: MicroBatch,
-    weights: Float[Tensor, "B T"],
-    likelihood: Likelihood,
+    run: Run, batch: TrainBatch, micro_batch: MicroBatch, likelihood: Likelihood
 ) -> LossInputs:
     """Cut the batch to the micro-batch, on the policy's device."""
     rollouts, objective, device = batch.rollouts, run.config.objective, likelihood.logprobs.device
@@ -424,20 +390,17 @@ def loss_inputs(
                 advice="token and $objective.correction_level token",
             )
 
-    def cut(x: Any) -> Any:  # without waiting for the device
-        if isinstance(x, Gaussian):
-            return Gaussian(cut(x.mean), cut(x.std))
-        if isinstance(x, Likelihood):
-            return Likelihood(cut(x.logprobs), gaussian=cut(x.gaussian))
-        return None if x is None else micro_batch.of(x).to(device, non_blocking=True)
+    def cut(x: Any) -> Any:  # of a tensor or a record, without waiting for the device
+        return map_tensors(x, lambda own: micro_batch.of(own).to(device, non_blocking=True))
 
     ref = cut(batch.ref)
     if ref is None and run.reference is not None:
         ref = run.reference.likelihood(rollouts, micro_batch, outputs=gaussian_outputs(run))
+    has_loss = not micro_batch.is_repeat
     return LossInputs(
         advantages=cut(batch.advantages),
-        loss_mask=cut(batch.loss_mask),
-        weights=cut(weights),
+        loss_mask=cut(batch.loss_mask) & has_loss,
+        weights=cut(batch.weights) * has_loss,
         old_logprobs=cut(batch.old_logprobs),
         old_gaussian=cut(batch.old_gaussian),
         ref=ref,

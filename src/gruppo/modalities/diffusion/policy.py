@@ -70,9 +70,8 @@ class DenoiserPolicy(ImagePolicy):
     action_name, budget_name = "step", "evaluations"
     default_budgets = (128, 1024)
     out_of_memory_hint = (
-        "one evaluation of the network",
         "Train smaller images (--diffusion.size), a --lora.rank in place of all weights, or a "
-        "smaller --model.",
+        "smaller --model."
     )
     batch_rows = 256
     """Rows denoised together; half as many with guidance."""

@@ -80,10 +80,7 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
     """
 
     budget_name = "squares"
-    out_of_memory_hint = (
-        "one image",
-        "Crop the data smaller (crop=64), or train a smaller network.",
-    )
+    out_of_memory_hint = "Crop the data smaller (crop=64), or train a smaller network."
     module: Restorer
     batch_rows = 64
     """Rows sampled together."""

@@ -88,9 +88,8 @@ class TextPolicy(
     budget_name = "tokens"
     default_budgets = (TOKENS_ON_CPU, TOKENS)
     out_of_memory_hint = (
-        "one row of {units} tokens",
         "Set a lower --rollout.max-new-tokens, shorten the prompts, or train a smaller --model; "
-        "--optim.token-budget cannot cut a row.",
+        "--optim.token-budget cannot cut a row."
     )
     compute_dtype: torch.dtype = torch.float32
     is_recomputed = False
@@ -233,18 +232,14 @@ class TextPolicy(
         rows = max(min(BATCH_ROWS, config.rollout.prompts * config.rollout.group_size), group_size)
         return working_memory(self, config, self.longest_prompt(prompts), budget, rows)
 
-    def bytes_per_unit(self, *, least: bool = False) -> int:
-        layout = "stream" if least else self.backbone.layout
-        config = getattr(self.module, "config", None)
+    def bytes_per_unit(self) -> int:
+        config, layout = getattr(self.module, "config", None), self.backbone.layout
         return activations(config, 1, self.compute_dtype, layout, is_recomputed=self.is_recomputed)
 
     def longest_prompt(self, prompts: Sequence[Prompt] | Rollouts) -> int:
         if isinstance(prompts, Rollouts):
             return max(map(len, prompts.shared["prompt_ids"]), default=0)
         return max((len(self.encode(prompt)) for prompt in prompts), default=0)
-
-    def longest_row(self, rollouts: Rollouts, rows: Tensor) -> int:
-        return int((rollouts.lengths + _prompt_lengths(rollouts))[rows].max())
 
     # --- prompts ---
 
