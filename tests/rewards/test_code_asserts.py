@@ -10,8 +10,7 @@ from tests.rewards.kernels import jailed
 
 from gruppo.rewards.code_cases import BadTest, ProgramCase, read_asserts, read_tests
 from gruppo.rewards.code_compare import equal, equal_text
-from gruppo.rewards.sandbox.jail import Jail
-from gruppo.rewards.sandbox.protocol import CaseResult, SandboxLimits
+from gruppo.rewards.sandbox.jail import CaseResult, Jail, SandboxLimits
 
 NAN = float("nan")
 
@@ -43,8 +42,6 @@ def gave(value: object) -> CaseResult:
         ("assert abs(1.41 - f(2)) <= 10**-2", "f(2)", 1.414, 1.45),
         ("assert abs(f(2) - 141) < 1", "f(2)", 141.4, "text"),
         ("assert math.isclose(f(2), 1.41, rel_tol=0.01)", "f(2)", 1.414, 1.5),
-        ("assert f(2) == pytest.approx(1.41, abs=0.01)", "f(2)", 1.414, 1.45),
-        ("assert f(2) == approx([1.41, 2], rel=0.01)", "f(2)", [1.414, 1.99], [1.414]),
         ("assert round(f(2), 2) == 1.41", "round(f(2), 2)", 1.41, 1.42),
         ("assert set(f(2)) == set(('zebra', 'b'))", "set(f(2))", {"b", "zebra"}, {"b"}),
         (
@@ -133,21 +130,21 @@ def test_an_exception_is_one_of_the_expected_type_or_derived_from_it(expected, r
         ("assert bool(f(1).equals(2))", "would be judged by the program itself"),
         ("assert not all([f(1).equals(2)])", "would be judged by the program itself"),
         ("assert f(1)(2)", "would be judged by the program itself"),
-        ("assert f.__class__ == 2", "__class__ would be answered by the program itself"),
-        ("assert len([lambda: f(1).__eq__(2)]) == 1", "__eq__ would be answered"),
+        ("assert f.__class__ == 2", "__class__ would be judged by the program itself"),
+        ("assert len([lambda: f(1).__eq__(2)]) == 1", "__eq__ would be judged"),
         ("assert f(1).__eq__(2)", "would be judged by the program itself"),
-        ("assert eval('f(1) == 2')", "is not understood"),
-        ("assert f(" + "(" * 900 + "1" + ")" * 900 + ") == 1", "is no Python, or nested"),
+        ("assert eval('f(1) == 2')", "eval would be judged"),
+        ("assert f(" + "(" * 900 + "1" + ")" * 900 + ") == 1", "is not Python, or nested"),
         ("assert '%d' % f(1) == '3'", "is made of what the program gave"),
         ("assert f(1) - 3 == 0", "is made of what the program gave"),
         ("assert f'{f(1)}3' == '13'", "is made of what the program gave"),
-        ("for x in range(3): assert f(x) == x", "is no assert"),
-        ("f(2) == 3", "f\\(2\\) == 3: it is no assert"),
+        ("for x in range(3): assert f(x) == x", "is not an assert"),
+        ("f(2) == 3", "f\\(2\\) == 3: it is not an assert"),
         (
             "with pytest.raises(ValueError, match='x'): f(1)",
-            "it is no assert, and no pytest.raises",
+            "it is not an assert, and not pytest.raises",
         ),
-        ("assert f(", "is no Python"),
+        ("assert f(", "is not Python"),
     ],
 )
 def test_what_could_only_be_judged_inside_is_refused_by_name(text, why):
@@ -163,7 +160,7 @@ def test_what_could_only_be_judged_inside_is_refused_by_name(text, why):
         ("'a'.nosuch()", "has no value .AttributeError"),
         ("[0] * 10**10", "has no value .MemoryError"),
         ("10**10**10", "has no value .over 0.2 s"),
-        ("len", "has no value .*is no plain data"),
+        ("len", "has no value .*is not plain data"),
     ],
 )
 def test_an_expected_value_that_cannot_be_computed_is_refused(expected, why):

@@ -6,7 +6,6 @@ The layers are those of ``lockdown``; README.md says what they leave open.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import shlex
@@ -15,80 +14,88 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from gruppo.rewards.sandbox.protocol import (
-    CaseResult,
-    Sandbox,
-    SandboxError,
-    SandboxLimits,
-    base_room,
-    decode_values,
-)
+from gruppo.rewards.sandbox.plain_data import NotPlain, decode
 from gruppo.types import GruppoError
 
+MAX_BYTES, MAX_ITEMS = 1 << 23, 1 << 18
+"""Of all answers of a program together: a thousand that each are short would fill the memory."""
+_LEAST_MIB, _MOST_MIB = 128, 1 << 20
 _START_S = 60.0  # an image may have to be unpacked
 _END_S = 10.0
 _MOST_ERRORS = 1 << 20
 _GRACE_S = 30.0
-_WALL_FACTOR = 10  # as in child.py, which cannot be imported where there is no fcntl
-_KEPT = (
-    "LD_LIBRARY_PATH",
-)  # what an interpreter may need to start; a program sees no environment at all
-_FOLDER = Path(__file__).parents[1]
-_INSIDE = ("supervisor", "child", "lockdown", "syscalls", "program", "plain_data")
-_FLAGS = ("-P", "-s", "-S", "-B", "-X", "utf8")
+_WALL_FACTOR = 10  # as in supervisor.py, which cannot be imported where there is no fcntl
+_INSIDE = ("plain_data", "program", "lockdown", "supervisor")
+# The inside comes in the first line of standard input: in a container, its files do not exist.
 _BARE = """
 import json, sys
-settings = json.loads(sys.argv[1])
-sys.path.append(settings.pop("source"))
-from sandbox.supervisor import main
-sys.path.pop()
-main(**settings)
+from types import ModuleType
+for name, text in json.loads(sys.stdin.buffer.readline()).items():
+    module = sys.modules["sandbox." + name] = ModuleType("sandbox." + name)
+    module.__package__ = "sandbox"
+    exec(compile(text, name + ".py", "exec"), vars(module))
+module.main(**json.loads(sys.argv[1]))
 """
-# In a container, the first interpreter starts a second one, which has no environment, fixed hashes
-# and no site.
-_CONTAINED = f"""
+# It needs fixed hashes, and an environment that has nothing to read: a container starts it twice.
+_CONTAINED = """
 import json, os, sys
-settings = json.loads(sys.argv[2])
-settings["folders"] = [path for path in sys.path if path.endswith("-packages")]
-kept = {{name: os.environ[name] for name in {_KEPT} if name in os.environ}}
-kept["PYTHONHASHSEED"] = "0"
-command = [sys.executable, *{_FLAGS}, "-c", sys.argv[1], json.dumps(settings)]
-os.execve(sys.executable, command, kept)
+settings = json.loads(sys.argv[-1]) | {"folders": sys.path}
+kept = {name: os.environ[name] for name in ["LD_LIBRARY_PATH"] if name in os.environ}
+command = [sys.executable, *sys.argv[1:-1], json.dumps(settings)]
+os.execve(sys.executable, command, kept | {"PYTHONHASHSEED": "0"})
 """
-_BARE_IN_MEMORY = """
-import importlib.util, json, sys
-class Sources:
-    found = json.loads(sys.stdin.buffer.readline())
-    def find_spec(name, path=None, target=None):
-        if name in Sources.found:
-            return importlib.util.spec_from_loader(name, Sources, is_package=name == "sandbox")
-    def create_module(spec):
-        return None
-    def exec_module(module):
-        exec(compile(Sources.found[module.__name__], module.__name__ + ".py", "exec"), vars(module))
-sys.meta_path.insert(0, Sources)
-from sandbox.supervisor import main
-sys.meta_path.remove(Sources)
-Sources.found.clear()
-main(**json.loads(sys.argv[1]))
-"""
-"""In a container, where the files of this folder do not exist: imports it from the first line of
-standard input."""
+
+
+class SandboxError(GruppoError):
+    """The sandbox itself failed; nothing is known about the program."""
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Limits of one program."""
+
+    case_s: float = 2.0
+    """Seconds for a case: of the processor, and as many asleep."""
+    program_s: float = 6.0
+    """Seconds for all its cases: of the processor, and as many asleep."""
+    memory_mib: int = 1024
+    """Address space, that of the interpreter included."""
+
+    def __post_init__(self) -> None:
+        is_time = 0 < self.case_s <= 3600 and 0 < self.program_s <= 3600
+        if not (is_time and _LEAST_MIB <= self.memory_mib <= _MOST_MIB):
+            raise GruppoError(f"""case_s={self.case_s:g}, program_s={self.program_s:g},
+                memory_mib={self.memory_mib} cannot limit a program; it needs seconds above 0 and up
+                to 3600, and {_LEAST_MIB} to {_MOST_MIB} MiB.""")
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """Result of one case of a program."""
+
+    status: Literal["value", "error", "timeout", "not_run"]
+    value: Any = None
+    """Calls: the list of the expressions' values, plain data of base types. Scripts: the printed
+    text."""
+    message: str = ""
+    """Why there is no value; for an exception, its type and text."""
+    exception: str = ""
+    """Built-in type of the exception that the case raised, or the one that its type derives
+    from."""
 
 
 def sources() -> bytes:
     """The modules of the jail's inside as one line."""
-    texts = {
-        f"sandbox.{name}": Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-        for name in _INSIDE
-    }
-    return json.dumps(texts | {"sandbox": ""}).encode() + b"\n"
+    folder = Path(__file__).parent
+    texts = {name: (folder / f"{name}.py").read_text(encoding="utf-8") for name in _INSIDE}
+    return json.dumps(texts).encode() + b"\n"
 
 
 class Jail(AbstractContextManager["Jail"]):
@@ -96,8 +103,8 @@ class Jail(AbstractContextManager["Jail"]):
     context manager.
 
     ``command``: starts a Python interpreter in a container of the user's, with the same jail
-    inside. ``packages``: what programs may import beside the standard library. Raises SandboxError
-    where it cannot be used.
+    inside. ``packages``: what programs may import besides the standard library. Raises SandboxError
+    if it cannot be used.
     """
 
     def __init__(
@@ -110,29 +117,22 @@ class Jail(AbstractContextManager["Jail"]):
         if sys.platform != "linux" and not command:
             raise SandboxError(f"it needs Linux, and this is {sys.platform}")
         self.limits, self._is_contained = limits or SandboxLimits(), bool(command)
-        settings: dict[str, Any] = {"packages": list(packages), "is_contained": self._is_contained}
-        if command:
-            arguments = [*command, "-c", _CONTAINED, _BARE_IN_MEMORY, json.dumps(settings)]
-            environment = None  # that of the command, which does not pass it on
-        else:
-            folders = []  # from which the packages can be imported
-            for name in packages:
-                spec = importlib.util.find_spec(name)
-                if spec is None or spec.origin is None:
-                    raise SandboxError(f"there is no package {name!r} here")
-                folders.append(
-                    str(Path(spec.origin).parents[1 if spec.submodule_search_locations else 0])
-                )
-            settings |= {"folders": folders, "source": str(_FOLDER)}
-            arguments = [sys.executable, *_FLAGS, "-c", _BARE, json.dumps(settings)]
-            environment = {"PYTHONHASHSEED": "0"} | {
-                name: os.environ[name] for name in _KEPT if name in os.environ
-            }
+        # A program sees no environment at all; an interpreter may need this to start.
+        environment = {
+            name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ
+        }
+        settings = {
+            "packages": list(packages),
+            "is_contained": self._is_contained,
+            "folders": [*filter(None, sys.path)],
+        }
+        start = [*command, "-c", _CONTAINED] if command else [sys.executable]
+        bare = ["-P", "-s", "-S", "-B", "-X", "utf8", "-c", _BARE, json.dumps(settings)]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             self._process = subprocess.Popen(
-                arguments,
-                env=environment,
+                [*start, *bare],
+                env=None if command else environment | {"PYTHONHASHSEED": "0"},
                 cwd=None if command else "/",
                 start_new_session=True,
                 stdin=subprocess.PIPE,
@@ -141,16 +141,16 @@ class Jail(AbstractContextManager["Jail"]):
             )
         except OSError as error:
             self._errors.close()
-            raise SandboxError(f"{arguments[0]} cannot be started: {error}") from None
+            raise SandboxError(f"{start[0]} cannot be started: {error}") from None
         try:
-            self._exchange(sources() if command else b"", _START_S)
+            self._exchange(sources(), _START_S)
         except BaseException:
             self.close()
             raise
 
     def end(self) -> None:
         """Kill the interpreter and a program that still runs; pending requests raise
-        SandboxError."""
+        SandboxError. Called from any thread."""
         if self._is_contained:  # its command passes the signal on, and may have to clean up
             self._process.terminate()
         else:
@@ -178,31 +178,42 @@ class Jail(AbstractContextManager["Jail"]):
         *,
         setup: str = "",
         entry: str | None = None,
-        room: int = 0,
     ) -> list[CaseResult]:
         """Evaluate the expressions of each case in the program's namespace, after ``setup``.
 
-        All cases share one process, as a row of asserts does; after one that ended the process, a
-        new one goes on with the next.
+        A case holds expressions, or arguments for ``entry``, ``{"args": ...}`` as
+        ``plain_data.encode`` writes them; ``entry`` may be a method of ``class Solution``. All
+        cases share one process, as a row of asserts does; after one that ended the process, a new
+        one goes on with the next.
         """
         results = self._run(
-            room, kind="calls", program=program, cases=[*map(list, cases)], setup=setup, entry=entry
+            kind="calls", program=program, cases=[*map(list, cases)], setup=setup, entry=entry
         )
-        return decode_values(results, cases, room)
+        budget = iter(range(MAX_ITEMS))
+        for n, (result, case) in enumerate(zip(results, cases, strict=True)):
+            if result.status == "value":
+                try:
+                    value = decode(result.value, budget)
+                    if not isinstance(value, list) or len(value) != len(case):  # forged
+                        raise NotPlain("it is not plain data")
+                    results[n] = CaseResult("value", value)
+                except NotPlain as error:
+                    results[n] = CaseResult("error", message=str(error))
+        return results
 
-    def script(self, program: str, inputs: Sequence[str], *, room: int = 0) -> list[CaseResult]:
+    def script(self, program: str, inputs: Sequence[str]) -> list[CaseResult]:
         """Run the program with each standard input, in a new process each; the value is the printed
         text."""
-        return self._run(room, kind="script", program=program, cases=list(inputs))
+        return self._run(kind="script", program=program, cases=list(inputs))
 
-    def _run(self, room: int, **request: Any) -> list[CaseResult]:
+    def _run(self, **request: Any) -> list[CaseResult]:
         limits = self.limits
         request |= {
             "case_s": limits.case_s,
             "program_s": limits.program_s,
             "memory": limits.memory_mib << 20,
+            "room": MAX_BYTES,
         }
-        request["room"] = base_room(len(request["cases"])) + room
         patience_s = _GRACE_S + _WALL_FACTOR * (limits.program_s + limits.case_s)
         answer = self._exchange(json.dumps(request).encode() + b"\n", patience_s)
         return [CaseResult(**record) for record in answer["results"]]
@@ -229,13 +240,12 @@ class Jail(AbstractContextManager["Jail"]):
             status = self._process.wait()
             self._errors.seek(0)
             errors = self._errors.read(_MOST_ERRORS).decode("utf-8", "replace").strip().splitlines()
-            raise SandboxError(
-                f"the jail ended with status {status}" + (f": {errors[-1]:.200}" if errors else "")
-            )
+            why = f": {errors[-1]:.200}" if errors else ""
+            raise SandboxError(f"the jail ended with status {status}{why}")
         try:
             record = json.loads(line)
         except ValueError:
-            raise SandboxError(f"it printed {line!r:.100}, which is no answer") from None
+            raise SandboxError(f"it printed {line!r:.100}, which is not an answer") from None
         if "refused" in record:
             raise SandboxError(record["refused"])
         return record
@@ -260,20 +270,15 @@ ATTEMPTS = {
 @cache
 def probe(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) -> str | None:
     """Return why the jail does not hold, or None if it does. Cached; takes about 0.2 s."""
+    imports = "".join(f"import {name}\n" for name in packages)
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")
         secret.write_text("secret", encoding="utf-8")
-        cases = [["6 * 7"]]
-        for text in ATTEMPTS.values():
-            attempt = text.format(
-                secret=str(secret), folder=folder, pid=os.getpid(), python=sys.executable
-            )
-            cases.append([attempt])
+        names = {"secret": str(secret), "folder": folder, "python": sys.executable}
+        attempts = [text.format(pid=os.getpid(), **names) for text in ATTEMPTS.values()]
         try:
             with Jail(command=command, packages=packages) as jail:
-                computed, *tried = jail.calls(
-                    "".join(f"import {name}\n" for name in packages), cases
-                )
+                computed, *tried = jail.calls(imports, [["6 * 7"], *([text] for text in attempts)])
                 (printed,) = jail.script("print(6 * int(input()))", ["7"])
         except SandboxError as error:
             return str(error)
@@ -285,15 +290,14 @@ def probe(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) -> str 
             return f"a {what} 6 * 7 does not run in it: {result.message or repr(result.value)}"
     for attempt, result in zip(ATTEMPTS, tried, strict=True):
         # A container need not have the file, nor the process.
-        if result.status != "error" or not result.message.startswith(
-            ("PermissionError", "FileNotFoundError")
-        ):
+        refusals = ("PermissionError", "FileNotFoundError")
+        if result.status != "error" or not result.message.startswith(refusals):
             return f"a program in it could {attempt}"
     return None
 
 
 def require_jail(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) -> None:
-    """Raise GruppoError unless the jail holds on this machine."""
+    """Raise GruppoError unless the jail holds on this machine, or in a container's ``command``."""
     problem = probe(command, packages)
     if problem is not None and command:
         raise GruppoError(f"""code that a model wrote is not run by {shlex.join(command)}:
@@ -309,34 +313,3 @@ def require_jail(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) 
                     ($reward code_tests:sandbox=...), or score code with your own reward ($reward
                     file.py:function)""",
         )
-
-
-def choose_sandbox(
-    sandbox: str | Callable[[SandboxLimits], Sandbox],
-    limits: SandboxLimits,
-    packages: Sequence[str] = (),
-) -> Callable[[], Sandbox]:
-    """Return a function that opens a sandbox; raise GruppoError where programs do not run in it.
-
-    ``sandbox``: empty for the jail; a command that starts Python in a container, with the jail
-    inside; or a function of the limits that returns an object with the methods of ``Sandbox``.
-    """
-    if isinstance(sandbox, str):
-        command = tuple(shlex.split(sandbox))
-        require_jail(command, tuple(packages))
-        return partial(Jail, limits, command=command, packages=packages)
-    trial = sandbox(limits)
-    try:
-        results = trial.calls("def f(x): return 6 * x", [["f(7)"]])
-        results += trial.script("print(6 * int(input()))", ["7"])
-    except SandboxError as error:
-        raise GruppoError(f"code that a model wrote is not run by {sandbox}: {error}.") from None
-    finally:
-        trial.end()
-        trial.close()
-    if [result.value for result in results] != [[42], "42\n"]:
-        got = ", ".join(result.message or repr(result.value) for result in results)
-        raise GruppoError(
-            f"a program that computes 6 * 7 gave {got:.200} in {sandbox}; it needs 42 twice."
-        )
-    return partial(sandbox, limits)

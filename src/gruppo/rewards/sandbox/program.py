@@ -7,7 +7,6 @@ import builtins
 import contextlib
 import gc
 import os
-import re
 import sys
 import threading
 import typing
@@ -22,15 +21,11 @@ LOCKED, LOADING = -2, -1
 """Case numbers of the reports that the process is confined, and that the program's top level has
 run."""
 _LONGEST_MESSAGE = 300
-_LINE = re.compile(rb"(-?[0-9]{1,6}) ([ve]) (.*)", re.DOTALL)
-NOT_RUN = {"status": "not_run", "message": "the program's time was used up before this case"}
 
 Report = Callable[[int, str, str], None]
 
 
-def write_report(
-    nonce: str, case: int, kind: str, text: str, write: Callable[[int, bytes], int] = os.write
-) -> None:
+def write_report(nonce: str, case: int, kind: str, text: str) -> None:
     """Write a line: nonce, case, v for a value or e for an error, the text.
 
     The nonce tells our lines from what a program may write there. A program that finds it can
@@ -39,41 +34,7 @@ def write_report(
     """
     line = f"{nonce} {case} {kind} {text}\n".encode("ascii", "backslashreplace")
     while line:
-        line = line[write(CHANNEL, line) :]
-
-
-def read_report(line: bytes | bytearray, nonce: str) -> tuple[int, str, str] | None:
-    """Case, kind and text of a line that has the nonce; None of any other, which the program wrote
-    itself."""
-    if not line.startswith(f"{nonce} ".encode()):
-        return None
-    fields = _LINE.fullmatch(line, len(nonce) + 1)
-    return fields and (
-        int(fields[1]),
-        fields[2].decode(),
-        fields[3].decode("ascii", "backslashreplace"),
-    )
-
-
-def add_results(
-    results: list[dict[str, str]],
-    reports: Mapping[int, tuple[str, str]],
-    count: int,
-    failure: dict[str, str],
-) -> None:
-    """Append the results that a process reported. ``failure``: that of the case during which it
-    ended, if it did."""
-    kind, text = reports.get(LOADING, ("", ""))
-    if kind != "v":  # its top level fails again each time
-        failure = {"status": "error", "message": text} if kind == "e" else failure
-        results += [failure] * (count - len(results))
-    while len(results) < count and len(results) in reports:
-        kind, text = reports[len(results)]
-        exception, _, message = text.partition(" ")
-        error = {"status": "error", "message": message, "exception": exception}
-        results.append({"status": "value", "value": text} if kind == "v" else error)
-    if len(results) < count:
-        results.append(failure)
+        line = line[os.write(CHANNEL, line) :]
 
 
 def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoReturn:
@@ -85,9 +46,8 @@ def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoRetur
     names, entry = vars(module), request["entry"]
     vars(builtins).update({name: getattr(typing, name) for name in typing.__all__})
     try:
-        # dont_inherit: without what ``from __future__`` says in this file
-        exec(compile(request["program"], "program.py", "exec", dont_inherit=True), names)
-        exec(compile(request["setup"], "setup.py", "exec", dont_inherit=True), names)
+        for part in ("program", "setup"):
+            _execute(request[part], names)
         if entry and entry not in names and isinstance(names.get("Solution"), type):
             names[entry] = getattr(names["Solution"](), entry)  # a method, under its bare name
     except BaseException as error:
@@ -99,12 +59,9 @@ def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoRetur
         try:
             try:
                 values = [_evaluate(source, entry, names) for source in sources]
-            except (
-                BaseException
-            ) as error:  # the built-in type stands first, for tests that expect an exception
-                exception = next(
-                    kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"
-                )
+            except BaseException as error:  # tests that expect an exception need its built-in type
+                kinds = type(error).__mro__
+                exception = next(kind.__name__ for kind in kinds if kind.__module__ == "builtins")
                 raise
             report(case, "v", encode(values))
         except BaseException as error:
@@ -112,20 +69,25 @@ def run_calls(request: Mapping[str, Any], first: int, report: Report) -> NoRetur
     os._exit(0)
 
 
+def _execute(source: str, names: dict[str, Any]) -> None:
+    # dont_inherit: without what ``from __future__`` says in this file
+    exec(compile(source, "program.py", "exec", dont_inherit=True), names)
+
+
 def _evaluate(source: Any, entry: str, names: dict[str, Any]) -> Any:
     """The value of an expression, or of a call of ``entry`` with arguments."""
     if isinstance(source, str):
         return eval(compile(source, "test", "eval", dont_inherit=True), names)
-    return eval(entry, names)(*decode(source["args"]), **decode(source["kwargs"]))
+    return eval(entry, names)(*decode(source["args"]))
 
 
 def run_script(request: Mapping[str, Any], report: Report) -> NoReturn:
-    """Run the program with text on its standard input. Exit status 0 only where a plain Python
+    """Run the program with text on its standard input. Exit status 0 only if a plain Python
     process has it."""
     module = sys.modules["__main__"] = ModuleType("__main__")
     names, status = vars(module), 0
     try:
-        exec(compile(request["program"], "program.py", "exec", dont_inherit=True), names)
+        _execute(request["program"], names)
     except SystemExit as end:
         status = 0 if end.code is None else end.code if isinstance(end.code, int) else 1
     except BaseException as error:
@@ -135,28 +97,28 @@ def run_script(request: Mapping[str, Any], report: Report) -> NoReturn:
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
     atexit._run_exitfuncs()  # buffers that a script empties at its end
-    for is_last in (False, True):
-        if is_last:  # files that it left open are written when they are collected
-            names.clear()
-            gc.collect()
-        for stream in (sys.stdout, sys.__stdout__):
-            with contextlib.suppress(Exception):  # None, closed, or one of its own that cannot
-                stream.flush()  # type: ignore[union-attr]
+    _flush()
+    names.clear()  # files that it left open are written when they are collected
+    gc.collect()
+    _flush()
     os._exit(status & 0xFF)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.__stdout__):
+        with contextlib.suppress(Exception):  # None, closed, or one of its own that cannot
+            stream.flush()  # type: ignore[union-attr]
 
 
 def open_streams() -> None:
     """Open text streams over descriptors 0, 1 and 2, as a new process has them."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        stream = os.fdopen(
-            fd, "w" if fd else "r", encoding="utf-8", errors="surrogateescape", closefd=False
-        )
+        mode = "w" if fd else "r"
+        stream = os.fdopen(fd, mode, encoding="utf-8", errors="surrogateescape", closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.argv = ["program.py"]
-    vars(builtins).update(
-        exit=sys.exit, quit=sys.exit
-    )  # which the module site would have put there
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # which the module site would add
 
 
 def describe(error: BaseException) -> str:
