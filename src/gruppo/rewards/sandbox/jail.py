@@ -274,8 +274,11 @@ def probe(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) -> str 
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder, "secret")
         secret.write_text("secret", encoding="utf-8")
-        names = {"secret": str(secret), "folder": folder, "python": sys.executable}
-        attempts = [text.format(pid=os.getpid(), **names) for text in ATTEMPTS.values()]
+        python, pid = sys.executable, os.getpid()
+        attempts = [
+            text.format(secret=str(secret), folder=folder, pid=pid, python=python)
+            for text in ATTEMPTS.values()
+        ]
         try:
             with Jail(command=command, packages=packages) as jail:
                 computed, *tried = jail.calls(imports, [["6 * 7"], *([text] for text in attempts)])
