@@ -10,7 +10,7 @@ from typing import Any
 
 DEEPEST = 100  # levels of nesting below the list of a case's values
 _MOST_COLLISIONS = 1000
-_NESTED: dict[str, type] = {"l": list, "t": tuple, "d": dict, "s": set, "z": frozenset}
+_NESTED: dict[str, Any] = {"l": list, "t": tuple, "d": dict, "s": set, "z": frozenset}
 _NOT_PLAIN, _TOO_DEEP = "it is not plain data", f"it is nested deeper than {DEEPEST} levels"
 
 
@@ -60,7 +60,7 @@ def _to_json(value: Any, depth: int) -> Any:
         if issubclass(kind, base):
             if depth > DEEPEST:
                 raise NotPlain(_TOO_DEEP)
-            parts: Any = dict.items(value) if base is dict else base.__iter__(value)
+            parts = dict.items(value) if base is dict else base.__iter__(value)
             return [tag, [_part_to_json(part, depth + 1, base) for part in parts]]
     numpy = sys.modules.get("numpy")  # a number of numpy's is one of Python's in every comparison
     if numpy is not None and issubclass(kind, numpy.generic):

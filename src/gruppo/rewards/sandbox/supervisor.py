@@ -161,7 +161,7 @@ def _results_of_calls(
     ended, if it did."""
     if reports.get(LOADING, ("", ""))[0] != "v":  # its top level fails again each time
         return [failure] * (count - first)
-    results = []
+    results = list[dict[str, str]]()
     for case in range(first, count):
         if case not in reports:
             return [*results, failure]
@@ -220,10 +220,10 @@ class Child:
         Seconds of the processor, or asleep: ``case_s`` for a case, ``program_s`` for all of them.
         """
         ended, asks = os.pidfd_open(self.pid), -1
+        pipes = {self.channel} if self.output is None else {self.channel, self.output}
         poll = select.poll()
-        for fd in (self.channel, self.output, ended):
-            if fd is not None:
-                poll.register(fd, select.POLLIN)
+        for fd in (*pipes, ended):
+            poll.register(fd, select.POLLIN)
         poll.register(ASKER, 0)  # tells when the other end is closed, and nothing else
         is_alive, case_began, reported = True, self.spent, 0
         while is_alive:
@@ -232,7 +232,7 @@ class Child:
             if ASKER in ready:
                 poll.unregister(ASKER)
                 self._kill("the trainer is gone")
-            for fd in {self.channel, self.output} & ready.keys():
+            for fd in pipes & ready.keys():
                 if not self._drain(fd):
                     poll.unregister(fd)  # closed: it would be ready for ever
             self._measure()
@@ -249,8 +249,8 @@ class Child:
                 self._kill("time")
             if len(self._threads) > MOST_THREADS:  # where no descriptor can ask
                 self._kill("too many threads")
-        for fd in (self.channel, self.output, ended, asks):
-            if fd is not None and fd >= 0:
+        for fd in (*pipes, ended, asks):
+            if fd >= 0:
                 os.close(fd)
         self.listener.close()
         self.status = os.waitpid(self.pid, 0)[1]
@@ -289,7 +289,8 @@ class Child:
             self._kill(_FLOOD)
 
     def _read_line(self) -> None:
-        nonce, number, kind, text = [*self._line.split(b" ", 3), b"", b"", b""][:4]
+        fields = [*bytes(self._line).split(b" ", 3), b"", b"", b""]
+        nonce, number, kind, text = fields[:4]
         is_ours = nonce == self.nonce and kind in (b"v", b"e") and len(number) < 8
         try:
             case = int(number) if is_ours else LOCKED - 1
@@ -342,10 +343,13 @@ def _start(
     nonce, is_script = secrets.token_hex(16), request["kind"] == "script"
     channel, reports = os.pipe()
     listener, sender = _socket.socketpair()
-    output = None
-    streams = [os.open(os.devnull, os.O_RDWR) for _ in range(3)]
+    output: int | None = None
+    null = os.open(os.devnull, os.O_RDWR)
+    streams = [null, null, null]
     if is_script:
-        output, streams[1] = os.pipe()
+        pipe = os.pipe()
+        output = pipe[0]
+        streams[1] = pipe[1]
         # a file in memory: a pipe would have to be filled while the program runs
         streams[0] = os.memfd_create("stdin")
         with open(streams[0], "wb", closefd=False) as file:
@@ -366,7 +370,7 @@ def _start(
         finally:
             os._exit(1)  # whatever happened: it must not go on as a free process
     sender.close()
-    for fd in streams:
+    for fd in {*streams, null}:
         os.close(fd)
     for fd in (channel, output):
         if fd is not None:
