@@ -372,9 +372,9 @@ def _start(
     sender.close()
     for fd in {*streams, null}:
         os.close(fd)
-    for fd in (channel, output):
-        if fd is not None:
-            os.set_blocking(fd, False)
+    for end in (channel, output):
+        if end is not None:
+            os.set_blocking(end, False)
     cases = range(0) if is_script else range(len(request["cases"]))
     return Child(pid, channel, output, listener, nonce, cases, room, spent)
 
