@@ -12,11 +12,11 @@ import contextvars
 import ctypes
 import difflib
 import inspect
+import queue
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,6 @@ this_thread = threading.local()
 """``call``: the call that this thread makes, if any."""
 _abandoned: list[TimedCall] = []
 _loop: asyncio.AbstractEventLoop | None = None
-_loop_thread: threading.Thread | None = None
 _loop_lock = threading.Lock()
 
 
@@ -48,38 +47,29 @@ class CallError(Exception):
 
 @dataclass(eq=False)
 class TimedCall:
-    """One call of a function, in a daemon thread or in the caller's."""
+    """One call of a function; ``done`` is set when it has returned or raised."""
 
     fn: Callable[[], Any]
-    timeout_s: float | None = None
     on_done: Callable[[], None] = lambda: None
     done: threading.Event = field(default_factory=threading.Event)
-    started: float = field(default_factory=time.monotonic)
     value: Any = None
     error: BaseException | None = None
     future: Future | None = None
     """The coroutine that the call waits for."""
-    thread: threading.Thread | None = None
 
-    def run(self, device: int | None = None) -> None:
+    def run(self) -> None:
         import torch
 
-        if device is not None:
-            torch.cuda.set_device(
-                device
-            )  # the current device is per thread, and a new thread starts at 0
         this_thread.call = self
         try:
             with torch.no_grad():
                 self.value = self.fn()
         except (
             BaseException
-        ) as error:  # SystemExit too: a reward that calls sys.exit() does not end the run
+        ) as error:  # SystemExit too: sys.exit() in a reward does not end the run
             self.error = error
-            if (
-                isinstance(error, KeyboardInterrupt)
-                and threading.current_thread() is threading.main_thread()
-            ):
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and isinstance(error, KeyboardInterrupt):
                 raise
         finally:
             self.done.set()
@@ -99,104 +89,125 @@ class TimedCall:
         ``abandoned_count``."""
         global _loop
         _abandoned.append(self)
-        if self.future is None or _loop is None:
+        loop, responded = _loop, threading.Event()
+        if self.future is None or loop is None:
             return
         self.future.cancel()
         # A coroutine that blocks (time.sleep, a synchronous request) holds the event loop: later
         # calls get a new one.
-        loop, responded = _loop, threading.Event()
         loop.call_soon_threadsafe(responded.set)
         if not responded.wait(0.5):
             with _loop_lock:
                 _loop = None if _loop is loop else _loop
 
 
-def start_call(
-    fn: Callable[[], Any],
-    timeout_s: float | None = None,
-    *,
-    on_done: Callable[[], None] = lambda: None,
-    inline: bool = False,
-) -> TimedCall:
-    """Run ``fn`` in a daemon thread of its own, with the caller's context variables and CUDA
-    device.
+class CallThread:
+    """A daemon thread that makes one call after another, with the context variables and the CUDA
+    device of the thread that started it."""
 
-    With ``inline``, run it to its end in the caller's thread.
-    """
-    call = TimedCall(fn, timeout_s, on_done)
-    if inline:
+    was_late = False
+    """Whether its thread was left to a late call; further ones are made in another."""
+    thread: threading.Thread | None = None
+
+    def start(self, fn: Callable[[], Any], on_done: Callable[[], None] = lambda: None) -> TimedCall:
+        call = TimedCall(fn, on_done)
+        if self.thread is None:
+            self._calls: queue.SimpleQueue[TimedCall | None] = queue.SimpleQueue()
+            torch = sys.modules.get("torch")
+            has_device = torch is not None and torch.cuda.is_initialized()
+            device = torch.cuda.current_device() if torch is not None and has_device else None
+            self.thread = threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(_make_calls, self._calls, device),
+                name="gruppo-call",
+                daemon=True,
+            )
+            self.thread.start()
+        self._calls.put(call)
+        return call
+
+    def stop(self) -> None:
+        """End the thread after the calls that were started."""
+        if self.thread is not None:
+            self._calls.put(None)
+            self.thread = None
+
+
+def _make_calls(calls: queue.SimpleQueue[TimedCall | None], device: int | None) -> None:
+    if device is not None:  # the current device is per thread, and a new thread starts at 0
+        import torch
+
+        torch.cuda.set_device(device)
+    while (call := calls.get()) is not None:
         call.run()
-    else:
-        torch = sys.modules.get("torch")
-        device = (
-            torch.cuda.current_device()
-            if torch is not None and torch.cuda.is_initialized()
-            else None
-        )
-        run = contextvars.copy_context().run
-        call.thread = threading.Thread(
-            target=run, args=(call.run, device), name="gruppo-reward", daemon=True
-        )
-        call.thread.start()
+
+
+def start_call(fn: Callable[[], Any]) -> TimedCall:
+    """Run ``fn`` in a thread of its own."""
+    thread = CallThread()
+    call = thread.start(fn)
+    thread.stop()
     return call
+
+
+def call_inline(fn: Callable[[], Any]) -> Any:
+    """Value of ``fn()``, called in this thread. Raises CallError when it raises."""
+    call = TimedCall(fn)
+    call.run()
+    return call.result()
 
 
 def call_with_timeout(fn: Callable[[], Any], timeout_s: float | None) -> Any:
     """Value of ``fn()``. Raises CallError when it raises or takes longer. None: no deadline, in the
     caller's thread."""
-    call = start_call(fn, timeout_s, inline=timeout_s is None)
+    if timeout_s is None:
+        return call_inline(fn)
+    call = start_call(fn)
     if not call.done.wait(timeout_s):
         call.abandon()
-        raise CallError("timeout", f"no answer within {timeout_s:.3g} s")
+        raise late_error(timeout_s)
     return call.result()
+
+
+def late_error(timeout_s: float) -> CallError:
+    return CallError("timeout", f"no answer within {timeout_s:.3g} s")
 
 
 def interrupt_after(fn: Callable[[], Any], timeout_s: float) -> Any:
     """Value of ``fn()``, code of ours or of libraries; ``CallError`` after ``timeout_s``, when its
     thread is stopped at the next line of Python. Its own exceptions pass."""
-    call = start_call(fn, timeout_s)
+    thread = CallThread()
+    call = thread.start(fn)
+    assert thread.thread is not None
+    ident = ctypes.c_ulong(thread.thread.ident or 0)
+    thread.stop()
     if not call.done.wait(timeout_s):
-        assert call.thread is not None
-        thread = ctypes.c_ulong(call.thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
-        raise CallError("timeout", f"no answer within {timeout_s:.3g} s")
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+        raise late_error(timeout_s)
     if call.error is not None:
         raise call.error
     return call.value
 
 
 def awaited(value: Any) -> Any:
-    """The value, awaited on the shared event loop if it is awaitable."""
-    return run_awaitable(value) if hasattr(value, "__await__") else value
+    """The value; an awaitable is run on the event loop that all async functions share between
+    calls, so that a client which one of them opened stays usable in the next step."""
+    global _loop
+    if not hasattr(value, "__await__"):
+        return value
 
-
-def run_awaitable(awaitable: Awaitable[Any]) -> Any:
-    """Value of an awaitable, run on the one event loop that all async functions share between
-    calls.
-
-    A client that a reward opened on the loop stays usable in the next step.
-    """
-    global _loop, _loop_thread
-
-    async def body() -> tuple[Any, SystemExit | None]:
+    async def body() -> Any:
         try:
-            return await awaitable, None
-        except SystemExit as error:  # it would end the event loop
-            return None, error
+            return await value
+        except (SystemExit, KeyboardInterrupt) as error:  # it would end the event loop
+            raise CallError.from_exception(error) from error
 
     with _loop_lock:
-        if _loop is None or _loop_thread is None or not _loop_thread.is_alive():
+        if _loop is None:
             _loop = asyncio.new_event_loop()
-            _loop_thread = threading.Thread(
-                target=_loop.run_forever, name="gruppo-reward-loop", daemon=True
-            )
-            _loop_thread.start()
-        loop = _loop
-    future = this_thread.call.future = asyncio.run_coroutine_threadsafe(body(), loop)
-    value, exit_error = future.result()
-    if exit_error is not None:
-        raise exit_error
-    return value
+            threading.Thread(target=_loop.run_forever, name="gruppo-loop", daemon=True).start()
+        future = this_thread.call.future = asyncio.run_coroutine_threadsafe(body(), _loop)
+    return future.result()
 
 
 def abandoned_count() -> int:
@@ -217,18 +228,16 @@ def describe_error(error: BaseException) -> str:
     """One line without control characters: the error, and the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    text, hint = error_message(error).splitlines(), ""
+    lines = error_message(error).splitlines() or [""]
+    hint = ""
     # math-verify raises an error of its own from Python's
-    if any(
-        "signal only works in main thread" in error_message(cause)
-        for cause in (error, error.__cause__)
-    ):
+    causes = error_message(error) + error_message(error.__cause__)
+    if "signal only works in main thread" in causes:
         hint = (
             "; it sets a signal, which needs a main thread: give the function as file.py:name, "
-            "with --scoring.isolate, "
-            "or set --scoring.timeout-s None"
+            "with --scoring.isolate, or set --scoring.timeout-s None"
         )
-    return f"{type(error).__name__}: {visible(text[0][:300]) if text else ''}{place}{hint}"
+    return f"{type(error).__name__}: {visible(lines[0][:300])}{place}{hint}"
 
 
 def accepted_keywords(fn: Callable[..., Any], what: str) -> tuple[Mapping[str, bool], bool]:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 from tests.environments.scripted import ASK, Script, call, counts, play, says
 
 from gruppo.environments import Environment, EnvironmentClass
-from gruppo.environments.conversation import join_rollouts
 from gruppo.rewards import RewardSet
 from gruppo.rewards.functions import turn_reward
-from gruppo.types import DataError, GruppoError, Prompt, Request
+from gruppo.types import GruppoError, Prompt, Request
 
 
 class Counter:
@@ -256,20 +254,15 @@ def test_an_object_that_is_still_in_a_late_call_is_not_used_again():
 
 
 class Dealer:
-    """Begins each conversation of a group differently, or each group alike, and scores turns."""
-
-    deals = iter(())
+    """Begins each conversation of a group alike, by its seed, and keeps a number for each turn."""
 
     def reset(self, seed):
         self.turns = []
-        return {"role": "user", "content": next(self.deals, f"cards {seed}")}
+        return {"role": "user", "content": f"cards {seed}"}
 
     def step(self, text, turn):
         self.turns.append(float(len(text)))
         return None if turn == 3 else f"turn {turn}"
-
-    def get_turn_rewards(self):
-        return self.turns
 
 
 def test_the_seed_of_reset_is_the_groups():
@@ -283,37 +276,22 @@ def test_the_seed_of_reset_is_the_groups():
     assert again.prompts == script.prompts
 
 
-def test_rows_that_begin_differently_stay_one_group():
+def test_rows_that_begin_differently_from_their_group_fail():
     class Differs(Dealer):
-        deals = iter(["king", "kings and queens", "ace", "ace"])
+        deals = iter(["king", "queen", "king", "ace", "ace", "ace"])
+
+        def reset(self, seed):
+            super().reset(seed)
+            return next(self.deals)
 
     script = Script(says("hit me"), says("no"), says("stop"))
-    rollouts = play(
-        script, Environment(Differs, timeout_s=None), two()
-    )  # row by row, in one thread
-    assert [prompt.id for prompt in rollouts.prompts] == [
-        "a",
-        "b",
-    ] and rollouts.group_ids.tolist() == [0, 0, 1, 1]
-    common = [len(ids) for ids in rollouts.shared["prompt_ids"]]
-    assert common == [len("6 x 7?king"), len("6 x 7?ace")]
-    heads = [int(mask.nonzero()[0]) for mask in rollouts.mask]
-    assert heads == [0, len("s and queens"), 0, 0]
-    ids = [*rollouts.shared["prompt_ids"][0].tolist(), *rollouts.actions[1, : heads[1]].tolist()]
-    assert "".join(map(chr, ids)) == "6 x 7?kings and queens"
-    assert rollouts.lengths.tolist() == [rollouts.lengths[0] + head for head in heads]
-    assert (rollouts.sampler_logprobs[~rollouts.mask] == 0).all()
-    for row in range(
-        4
-    ):  # the last column of each turn is one that the policy chose, before one that it did not
-        for end in rollouts.per_row["turn_ends"][row]:
-            assert rollouts.mask[row, end] and not rollouts.mask[row, end + 1 : end + 2].any()
-    assert [prompt[-1]["content"] for prompt in rollouts.per_row["inputs"]] == [
-        "king",
-        "kings and queens",
-        "ace",
-        "ace",
-    ]
+    requests = [Request(Prompt(name, ASK, draw=n), 3) for n, name in enumerate("ab")]
+    # without a timeout row by row, in one thread
+    rollouts = play(script, Environment(Differs, timeout_s=None), requests)
+    assert rollouts.finish == ("stop", "error", "stop", "stop", "stop", "stop")
+    assert "Let reset(seed) return the same" in rollouts.per_row["environment_failure"][1]
+    assert [prompt[0]["content"] for prompt in script.prompts] == ["6 x 7?king", "6 x 7?ace"]
+    assert [prompt.inputs for prompt in rollouts.prompts] == [ASK, ASK]
 
 
 @turn_reward
@@ -324,14 +302,21 @@ def words(completions):
     ]
 
 
+@turn_reward
+def turns(environments):
+    return [environment.turns for environment in environments]
+
+
 def test_rewards_of_turns_stand_at_the_last_token_of_each():
     environment = Environment(Dealer)
     rollouts = play(Script(says("hit me"), says("no"), says("stop")), environment, two())
-    scores = RewardSet([words, *environment.rewards.values()]).score(rollouts)
+    rewards = RewardSet([words, turns])
+    rewards.set_view(environment.view)
+    scores = rewards.score(rollouts)
     ends = list(rollouts.per_row["turn_ends"][0])
-    assert scores.steps["Dealer"][0, ends].tolist() == [6.0, 2.0, 4.0]
+    assert scores.steps["turns"][0, ends].tolist() == [6.0, 2.0, 4.0]
     torch.testing.assert_close(scores.steps["words"][0, ends], torch.tensor([0.6, 0.2, 0.4]))
-    assert scores.steps["Dealer"][0].isfinite().sum() == 3
+    assert scores.steps["turns"][0].isfinite().sum() == 3
     torch.testing.assert_close(scores.rewards, torch.full((4,), 13.2))
 
 
@@ -344,11 +329,6 @@ def test_a_turn_reward_of_another_number_of_turns_is_a_failure():
         scores.rewards.isnan().all()
         and "returned 1 numbers for a completion of 3 turns" in scores.failures[0].message
     )
-
-
-class Bad(Dealer):
-    def get_turn_rewards(self):
-        return [1.0] * 9
 
 
 class Wrong(Counter):
@@ -369,9 +349,8 @@ class Unscored(Counter):
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (Bad, "get_turn_rewards returned 9 numbers for 3 answers"),
-        (Wrong, "get_reward returned 'much'; it needs finite numbers or None"),
-        (NotFinite, "get_reward returned nan; it needs finite"),
+        (Wrong, "get_reward returned 'much'; it needs a finite number or None"),
+        (NotFinite, "get_reward returned nan; it needs a finite"),
         (Unscored, None),
     ],
 )
@@ -432,7 +411,11 @@ def test_tools_need_not_be_methods():
 
 
 def test_prompts_choose_among_several_environments():
-    environment = Environment({"count": Counter, "deal": Dealer})
+    class Scored(Dealer):
+        def get_reward(self):
+            return 3
+
+    environment = Environment({"count": Counter, "deal": Scored})
     requests = [
         Request(Prompt(name, ASK, meta={"environment": name, "start": 1}), 1)
         for name in ("count", "deal", "nothing")
@@ -539,38 +522,3 @@ def makes_nothing():
 def test_an_environment_that_could_not_play_is_refused(make, why):
     with pytest.raises(GruppoError, match=why):
         make()
-
-
-def test_rows_without_a_token_in_common_are_refused():
-    class Different(Counter):
-        starts = iter(["ab", "ba", "ac"])
-
-        def reset(self):
-            return next(self.starts)
-
-    empty = Request(Prompt("a", [{"role": "user", "content": ""}]), 3)
-    with pytest.raises(DataError, match=r"prompt 'a': reset began .* without a token in common"):
-        play(Script(), Environment(Different, timeout_s=None), [empty])
-
-
-def test_a_group_that_grows_from_other_beginnings_stays_one_group():
-    class Differs(Dealer):
-        deals = iter(["king", "kings", "kin", "queen"])
-
-    script, environment = Script(says("hit me"), says("no")), Environment(Differs, timeout_s=None)
-    first = play(script, environment, [Request(Prompt("a", ASK), 2)])
-    more = play(script, environment, [Request(Prompt("a", ASK), 2, first=2)])
-    joined = join_rollouts([first, more])
-    assert joined.group_ids.tolist() == [0] * 4 and joined.prompts[0].inputs == ASK
-    common = joined.shared["prompt_ids"][0].tolist()
-    assert "".join(map(chr, common)) == "6 x 7?"
-    for row, start in enumerate(["king", "kings", "kin", "queen"]):
-        head, ends = int(joined.mask[row].nonzero()[0]), joined.per_row["turn_ends"][row]
-        assert "".join(map(chr, joined.actions[row, :head].tolist())) == start
-        assert len(ends) == 3 and ends[-1] == int(joined.lengths[row]) - 1
-        for end in ends:
-            assert joined.mask[row, end] and not joined.mask[row, end + 1 : end + 2].any()
-    again = join_rollouts([first, replace(first, prompts=(replace(first.prompts[0], draw=1),))])
-    assert again.group_ids.tolist() == [0, 0, 1, 1] and torch.equal(
-        again.actions[:2], first.actions
-    )

@@ -109,21 +109,20 @@ def test_an_episode_that_the_client_lost_is_not_taken_for_a_new_one():
     client = Client()
     episode, _ = episode_of(client)
     client._ws = "socket 2"
-    with pytest.raises(ConnectionError, match="the episode with it"):
+    with pytest.raises(ConnectionError, match="with the episode"):
         episode.step("a")
     assert episode.rewards == []
 
 
-def test_an_answer_is_rewarded_by_itself_and_calls_of_tools_by_their_sum():
+def test_an_episode_is_rewarded_by_the_sum_and_by_nothing_after_a_failure():
     results = [(0.5, False), (None, False), (2, True)]
     episode, _ = episode_of(Client(results))
     replies = [episode.step("a") for _ in results]
     assert [reply is None for reply in replies] == [done for _, done in results]
-    assert episode.get_turn_rewards() == [0.5, None, 2.0]
-    tools = OpenEnvTools(lambda: Client(), {})
-    assert tools.get_reward() is None
-    tools.rewards = [0.5, None, 2.0]
-    assert tools.get_reward() == 2.5
-    tools._failure = ConnectionError("gone")
-    with pytest.raises(ConnectionError, match="gone"):
-        tools.get_reward()
+    assert episode.rewards == [0.5, None, 2.0] and episode.get_reward() == 2.5
+    assert OpenEnvTools(lambda: Client(), {}).get_reward() is None
+    tools = OpenEnvTools(lambda: Client(problem=OSError("gone")), {})
+    tools.reset(seed=0)
+    for call in (lambda: tools.call_tool("look", {}), tools.get_reward):
+        with pytest.raises(OSError, match="gone"):
+            call()

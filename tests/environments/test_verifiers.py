@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import socket
-from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 from tests.environments.adapted import said, trained
 
 from gruppo.data.open import open_source
-from gruppo.environments.verifiers import open_loop, verifiers_factory
+from gruppo.environments.verifiers import verifiers_factory
+from gruppo.timeouts import awaited, call_inline
 from gruppo.types import GruppoError
 
 pytest.importorskip("verifiers")
@@ -90,11 +89,15 @@ def opened(spec):
     return verifiers_factory(spec, config), prompts
 
 
+def run(coroutine):
+    return call_inline(lambda: awaited(coroutine))
+
+
 def started(make, prompt):
     conversation = make()
     meta = prompt.meta
-    assert conversation.reset(meta["taskset"], meta["task_index"], prompt.inputs) is None
-    return closing(conversation)
+    assert run(conversation.reset(meta["taskset"], meta["task_index"], prompt.inputs)) is None
+    return conversation
 
 
 def test_tasks_are_prompts_with_their_answers_and_options_reach_the_taskset():
@@ -108,38 +111,31 @@ def test_tasks_are_prompts_with_their_answers_and_options_reach_the_taskset():
 )
 def test_the_reward_is_the_score_of_the_task(text, score):
     make, prompts = opened("gruppo_sums:count=3")
-    with started(make, prompts[2]) as conversation:
-        assert conversation.step(text) is None
-        assert conversation.get_reward() == score
+    conversation = started(make, prompts[2])
+    assert run(conversation.step(text)) is None
+    assert run(conversation.get_reward()) == score
 
 
 def test_a_conversation_is_over_where_the_environment_ends_it_or_its_own_limit_does():
     make, prompts = opened("gruppo_sums:asks=true")
     again = [{"role": "user", "content": "Wrong, again."}]
-    with started(make, prompts[1]) as conversation:
-        assert [conversation.step(text) for text in ("7", "8", "2")] == [again, again, None]
-        assert conversation.get_reward() == 1.5
-    with started(make, prompts[1]) as conversation:
-        assert [conversation.step(text) for text in ("7", "8", "9", "10")] == [
-            again,
-            again,
-            again,
-            None,
-        ]
-        assert conversation.get_reward() == 0.5
+    for texts, score in ((("7", "8", "2"), 1.5), (("7", "8", "9", "10"), 0.5)):
+        conversation = started(make, prompts[1])
+        replies = [run(conversation.step(text)) for text in texts]
+        assert replies == [again] * (len(texts) - 1) + [None]
+        assert run(conversation.get_reward()) == score
 
 
 def test_an_exception_of_a_reward_or_an_environment_is_no_score():
     make, prompts = opened("gruppo_sums:asks=true")
-    with (
-        started(make, prompts[1]) as conversation,
-        pytest.raises(Exception, match="environment broke"),
-    ):
-        conversation.step("hang")
+    conversation = started(make, prompts[1])
+    with pytest.raises(Exception, match="environment broke"):
+        run(conversation.step("hang"))
     make, prompts = opened("gruppo_sums")
-    with started(make, prompts[1]) as conversation, pytest.raises(Exception, match="boom"):
-        conversation.step("2, or crash")
-        conversation.get_reward()
+    conversation = started(make, prompts[1])
+    with pytest.raises(Exception, match="boom"):
+        run(conversation.step("2, or crash"))
+        run(conversation.get_reward())
 
 
 @pytest.mark.parametrize(
@@ -155,18 +151,6 @@ def test_what_is_no_taskset_is_one_line(spec, said):
     with pytest.raises(GruppoError) as error:
         opened(spec)
     assert re.search(said, str(error.value)) and "\n" not in str(error.value).strip()
-
-
-def test_closing_stops_the_servers_of_the_environment():
-    make, prompts = opened("gruppo_sums:count=2")
-    with started(make, prompts[0]) as conversation:
-        conversation.step("1")
-    loop = open_loop("gruppo_sums:count=2")
-    server = loop.env._interception
-    loop.close()
-    assert not loop.thread.is_alive()
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((server.host, server.port), timeout=5)
 
 
 @pytest.mark.parametrize("asks", ["false", "true"])

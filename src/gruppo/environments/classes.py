@@ -8,28 +8,34 @@ import inspect
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from types import MethodType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.environments.tools import CallThread, tool_schema
-from gruppo.loading import counted
+from gruppo.environments.tools import tool_schema
 from gruppo.packing import decode, encode
-from gruppo.timeouts import CallError, accepted_keywords, awaited, call_with_timeout, function_name
+from gruppo.timeouts import (
+    CallError,
+    CallThread,
+    accepted_keywords,
+    awaited,
+    call_with_timeout,
+    function_name,
+    require_columns,
+)
 from gruppo.trust import ENVIRONMENTS
 from gruppo.types import GruppoError, Prompt, Rollouts
 
 COLUMN = "environment"
-"""Column of the data that names the environment of each prompt, where there are several."""
-OWN_METHODS = ("reset", "step", "close", "get_reward", "get_turn_rewards", "call_tool", "is_done")
+"""Column of the data that names the environment of each prompt, if there are several."""
+OWN_METHODS = ("reset", "step", "close", "get_reward", "call_tool", "is_done")
 """Public methods that are not tools."""
 PROVIDED = ("text", "messages", "state", "turn", "seed", "prompt")
 """Keywords that functions that reply can take, besides the columns of the data."""
@@ -62,14 +68,17 @@ class Signature:
         self.what, self.provided = what, provided
         self.parameters, self.takes_all = accepted_keywords(fn, what)
 
+    def check(self, columns: Collection[str]) -> None:
+        """Refuse a required keyword that the data do not have."""
+        require_columns(self.what, self.parameters, columns, self.provided)
+
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values of its keywords, copied except ``state``; None for a required keyword without a
         value."""
         arguments = {name: None for name, required in self.parameters.items() if required}
         for name, value in values.items():
             if self.takes_all or name in self.parameters:
-                is_shared = name == "state" or not isinstance(value, list | dict)
-                arguments[name] = value if is_shared else copy.deepcopy(value)
+                arguments[name] = value if name == "state" else copy.deepcopy(value)
         return arguments
 
 
@@ -86,64 +95,41 @@ class EnvironmentClass:
                 needs to be a class, or a function without arguments that returns an object. Pass
                 the class itself, not an object of it.""")
         self.factory = factory
-        self.type: Any = getattr(factory, "func", factory)  # through functools.partial
-        probe = None if isinstance(self.type, type) else self._make()
-        if probe is not None:
-            self.type = type(probe)
+        example = getattr(factory, "func", factory)  # through functools.partial
+        lists_tools = hasattr(example, "call_tool") and not hasattr(example, "tools")
+        if not isinstance(example, type) or lists_tools:
+            example = self._example()
+        self.type: Any = example if isinstance(example, type) else type(example)
         self.name = self.type.__name__
-        what = f"environment {self.name!r}"
+        self._what = f"environment {self.name!r}"
         own = [name for name in OWN_METHODS if name != "step" or not step_is_tool]
         self.methods = {name for name in own if callable(getattr(self.type, name, None))}
         if "reset" not in self.methods:
-            raise GruppoError(f"""{what} has no method reset. Add def reset(self, **columns), which
-                returns None, or a text or messages that follow the prompt.""")
+            raise GruppoError(f"""{self._what} has no method reset. Add def reset(self, **columns),
+                which returns None, or a text or messages that follow the prompt.""")
         self.signatures = {
-            name: Signature(self._bound(name), f"{what} ({name})", provided)
+            name: Signature(self._bound(name), f"{self._what} ({name})", provided)
             for name, provided in (("reset", ("prompt", "seed")), ("step", PROVIDED))
             if name in self.methods
         }
+        self.tools = self._tools(example, own)
+        self.tool_names = {schema["function"]["name"] for schema in self.tools}
         self.idle = deque[tuple[Any, CallThread]]()
         """Objects of a class without close, which are reset again, as in TRL."""
-        self.tools = self._tools(probe, own, what)
-        if probe is not None:
-            self._keep(probe)
-        self.tool_names = {schema["function"]["name"] for schema in self.tools}
-        self.rewards = {self.name: "get_reward"} if "get_reward" in self.methods else {}
-        """Rewards that its environments compute, each with the method that does."""
-        if "get_turn_rewards" in self.methods:
-            self.rewards[f"{self.name}_turns" if self.rewards else self.name] = "get_turn_rewards"
 
-    def _tools(self, probe: Any, own: Sequence[str], what: str) -> list[dict[str, Any]]:
-        if "call_tool" not in self.methods:
-            functions = inspect.getmembers(self.type, predicate=inspect.isfunction)
-            names = [name for name, _ in functions if name not in own and name[0] != "_"]
-            return [tool_schema(self._bound(name), f"tool of {what},") for name in names]
-        if probe is None and not isinstance(getattr(self.type, "tools", None), list | tuple):
-            probe = self._make()  # it may have to ask a server
-            self._keep(probe)
-        tools: Any = getattr(probe or self.type, "tools", None)
-        is_list = isinstance(tools, list | tuple)
-        if not is_list or not all("name" in tool.get("function", ()) for tool in tools):
-            raise GruppoError(f"""{what} has call_tool, and its attribute tools is {tools!r:.80}; it
-                needs to be a list of schemas,
-                {{"type": "function", "function": {{"name": ...}}}}.""")
-        return list(tools)
-
-    def _keep(self, probe: Any) -> None:
-        """Keep an object for the first conversation, or close it."""
-        if "close" not in self.methods:
-            self.idle.append((probe, CallThread()))
-            return
-        with suppress(CallError, GruppoError):  # it may hold a connection or a process
-            call_with_timeout(lambda: awaited(probe.close()), None)
-
-    def _make(self) -> Any:
+    def _example(self) -> Any:
+        """An object that shows the class and its tools. It may hold a connection, so that it is
+        closed."""
         try:
-            return self.factory()
+            made = self.factory()
         except Exception as error:
             raise GruppoError(f"""the environment {function_name(self.factory)!r} cannot be made:
                 {type(error).__name__}: {error}. Make it callable without arguments, and start what
                 it connects to.""") from None
+        if hasattr(made, "close"):
+            with suppress(CallError, GruppoError):
+                call_with_timeout(lambda: awaited(made.close()), None)
+        return made
 
     def _bound(self, name: str) -> Callable[..., Any]:
         """A method with the signature of its calls, without self."""
@@ -152,12 +138,24 @@ class EnvironmentClass:
             return method
         return MethodType(method, self)
 
+    def _tools(self, example: Any, own: Sequence[str]) -> list[dict[str, Any]]:
+        if "call_tool" not in self.methods:
+            functions = inspect.getmembers(self.type, predicate=inspect.isfunction)
+            names = [name for name, _ in functions if name not in own and name[0] != "_"]
+            return [tool_schema(self._bound(name), f"tool of {self._what},") for name in names]
+        tools = getattr(example, "tools", None)
+        is_list = isinstance(tools, list | tuple)
+        if not is_list or not all("name" in tool.get("function", ()) for tool in tools):
+            raise GruppoError(f"""{self._what} has call_tool, and its attribute tools is
+                {tools!r:.80}; it needs to be a list of schemas,
+                {{"type": "function", "function": {{"name": ...}}}}.""")
+        return list(tools)
+
     def state_of(self, instance: Any) -> dict[str, Any]:
         """Copies of the attributes that hold numbers, texts, and lists, dicts or sets of them."""
         state = dict[str, Any]()
         for name, value in dict(getattr(instance, "__dict__", {})).items():
-            if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
-                value = value.item()
+            value = value.item() if getattr(value, "ndim", None) == 0 else value
             buffers = list[bytes]()
             try:
                 text = json.dumps(encode(value, buffers))
@@ -170,12 +168,12 @@ class EnvironmentClass:
     def view(self, state: Mapping[str, Any]) -> Any:
         """An object of the class with these attributes, for reward functions that read
         ``environments``."""
-        attributes = copy.deepcopy(dict(state))
-        view: Any = SimpleNamespace(**attributes)
+        view: Any = SimpleNamespace()
         if not hasattr(self.type, "__del__"):  # it would close what the view does not have
-            with suppress(TypeError, AttributeError):  # slots, or a built-in type
+            with suppress(TypeError):  # a built-in type
                 view = object.__new__(self.type)
-                view.__dict__.update(attributes)
+        for name, value in copy.deepcopy(dict(state)).items():
+            setattr(view, name, value)
         return view
 
 
@@ -205,9 +203,10 @@ class Episode:
     made_by: EnvironmentClass | None = None
     instance: Any = None
     thread: CallThread = field(default_factory=CallThread)
+    """Some objects, such as connections, belong to the thread that made them."""
     counts: Counter[str] = field(default_factory=Counter)
     rewards: dict[str, Any] = field(default_factory=dict)
-    """Rewards that its environment has computed, by name."""
+    """The reward that its environment has computed, by the name of the class."""
     failure: str | None = None
     is_closed: bool = False
     has_ended: bool = False
@@ -239,47 +238,35 @@ class Episode:
         return message.get("tool_calls") or (), message.get("parse_error")
 
     def take_outcome(self) -> None:
-        """Take the rewards that the environment computes at the end, and its state.
+        """Take the reward that the environment computes at the end, and its state.
 
-        Raises CallError for what is no finite number: a NaN of an environment is a failure, and no
-        unscored row.
+        Raises CallError for anything but a finite number or None: a NaN of an environment is a
+        failure, not an unscored row.
         """
-        assert self.made_by is not None
-        rewards = dict[str, Any]()
-        for name, method in self.made_by.rewards.items():
-            value = awaited(getattr(self.instance, method)())
-            if method == "get_reward":
-                rewards[name] = _finite(value, method)
-                continue
-            rewards[name] = [_finite(number, method) for number in value]
-            if len(value) > self.turn:
-                problem = f"returned {len(value)} numbers for {counted(self.turn, 'answer')}"
-                raise CallError("count", f"{method} {problem}")
-        self.rewards, self.state = rewards, self.made_by.state_of(self.instance)
+        made = self.made_by
+        assert made is not None
+        if "get_reward" in made.methods:
+            value = awaited(self.instance.get_reward())
+            number = value.item() if hasattr(value, "item") else value
+            if number is not None and not (
+                isinstance(number, int | float) and math.isfinite(number)
+            ):
+                problem = f"get_reward returned {number!r:.60}; it needs a finite number or None"
+                raise CallError("exception", problem)
+            self.rewards[made.name] = number
+        self.state = made.state_of(self.instance)
 
-
-def _finite(value: Any, method: str) -> float | None:
-    number = value.item() if hasattr(value, "item") else value
-    if number is None or (isinstance(number, int | float) and math.isfinite(number)):
-        return number
-    problem = f"{method} returned {number!r:.60}; it needs finite numbers or None"
-    raise CallError("exception", problem)
+    def close(self) -> None:
+        if self.instance is not None and hasattr(self.instance, "close"):
+            awaited(self.instance.close())
 
 
 class EnvironmentReward:
-    """A reward that environments of a class compute themselves: ``get_reward``, or
-    ``get_turn_rewards``."""
+    """A reward that environments of a class compute themselves, by ``get_reward``."""
 
-    def __init__(self, name: str, *, scores_steps: bool) -> None:
-        self.name, self.scores_steps, self.scores_turns = name, scores_steps, scores_steps
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def __call__(self, rollouts: Rollouts) -> Float[Tensor, "B *T"]:
+    def __call__(self, rollouts: Rollouts) -> Float[Tensor, "B"]:
         own = [rewards.get(self.name) for rewards in rollouts.per_row["environment_rewards"]]
-        if not self.scores_steps:
-            numbers = [math.nan if value is None else value for value in own]
-            return torch.tensor(numbers, dtype=torch.float64)
-        scores = torch.full(rollouts.mask.shape, math.nan, dtype=torch.float64)  # [B, T]
-        for row, (values, ends) in enumerate(zip(own, rollouts.per_row["turn_ends"], strict=True)):
-            for value, end in zip(values or (), ends, strict=False):
-                scores[row, end] = math.nan if value is None else value
-        return scores
+        return torch.tensor([math.nan if x is None else x for x in own], dtype=torch.float64)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 from torch import Tensor
 
 from gruppo.environments.classes import Episode
@@ -138,13 +137,11 @@ def _with_episodes(
         own if episode.failure is None else "error"
         for episode, own in zip(episodes, rollouts.finish, strict=True)
     )
-    rollouts = replace(rollouts, finish=finish, per_row=columns)
-    if not environment.classes:
-        return rollouts
     # the prompts of the data, in the order of the groups
     groups = rollouts.group_ids.tolist()
     prompts = {group: episode.prompt for group, episode in zip(groups, episodes, strict=True)}
-    return regrouped(rollouts, [prompts[group] for group in sorted(prompts)])
+    own_prompts = tuple(prompts[group] for group in sorted(prompts))
+    return replace(rollouts, finish=finish, per_row=columns, prompts=own_prompts)
 
 
 def episode_of(prompt: Prompt, sample: int, seed: int) -> Episode:
@@ -172,92 +169,24 @@ def reset_prompt(environment: Environment, prompt: Prompt, seed: int) -> Prompt:
 def prompted(
     requests: Sequence[Request], episodes: Sequence[Episode], *, has_more_turns: bool
 ) -> list[Request]:
-    """The requests with the prompts of their environments. Rows with different prompts become
-    groups of their own."""
-    changed, rows = list[Request](), iter(episodes)
+    """The requests with the prompts of their environments. A group has one prompt: a row that
+    began with another than the first one fails."""
+    changed, rest = list[Request](), iter(episodes)
     for request in requests:
-        own = [next(rows).inputs for _ in range(request.size)]
-        prompt, first = replace(request.prompt, inputs=own[0]), request.first
-        if all(inputs == own[0] for inputs in own):
-            changed.append(Request(prompt, request.size, first, has_more_turns))
-            continue
-        for n, inputs in enumerate(own, start=first):
-            apart = replace(prompt, id=f"{prompt.id} #{n}", inputs=inputs)
-            changed.append(Request(apart, 1, n, has_more_turns))
+        rows = [next(rest) for _ in range(request.size)]
+        begun = [episode for episode in rows if episode.failure is None]
+        inputs = begun[0].inputs if begun else request.prompt.inputs
+        for episode in begun:
+            if episode.inputs != inputs:
+                episode.failure = (
+                    "reset began the conversations of a group differently. Let reset(seed) return "
+                    "the same for the same seed and columns."
+                )
+        for episode in rows:
+            episode.inputs = inputs
+        prompt = replace(request.prompt, inputs=inputs)
+        changed.append(Request(prompt, request.size, request.first, has_more_turns))
     return changed
-
-
-def join_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
-    """``Rollouts.cat``, where the rows of a group may have begun differently in different parts."""
-    # under other ids, so that no groups of different parts are joined before their prompts are
-    # compared
-    apart = [
-        replace(part, prompts=tuple(replace(p, id=f"{n} {p.id}") for p in part.prompts))
-        for n, part in enumerate(parts)
-    ]
-    return regrouped(Rollouts.cat(apart), [prompt for part in parts for prompt in part.prompts])
-
-
-def regrouped(rollouts: Rollouts, prompts: Sequence[Prompt]) -> Rollouts:
-    """Join groups of the same prompt and draw. ``prompts``: the prompt of each group as it is in
-    the data.
-
-    Where their rows had different prompts, the common first tokens become the group's prompt, and
-    the rest precedes each row's actions, where it is neither learned from nor counted as an answer.
-    """
-    rollouts = replace(rollouts, prompts=tuple(prompts))
-    keys = [(prompt.id, prompt.draw) for prompt in prompts]
-    if len({*keys}) == len(keys) or "prompt_ids" not in rollouts.shared:
-        return Rollouts.cat([rollouts])
-    ids = [tokens.tolist() for tokens in rollouts.shared["prompt_ids"]]
-    common = {
-        key: _common([own for own, other in zip(ids, keys, strict=True) if other == key])
-        for key in keys
-    }
-    for (name, _), prefix in common.items():
-        if not prefix:
-            raise DataError(f"""prompt {name!r}: reset began the conversations of a group without a
-                token in common. Let reset(seed) return the same for the same seed and columns.""")
-    heads = [torch.tensor(own[len(common[key]) :]) for own, key in zip(ids, keys, strict=True)]
-    shared = {**rollouts.shared, "prompt_ids": tuple(torch.tensor(common[key]) for key in keys)}
-    joined = Rollouts.cat([replace(rollouts, shared=shared)])
-    return _prefixed(joined, [heads[group] for group in rollouts.group_ids.tolist()])
-
-
-def _prefixed(rollouts: Rollouts, heads: Sequence[Tensor]) -> Rollouts:
-    """The rollouts with tokens before the actions of each row; the mask is False on them, so that
-    they are not learned from."""
-    added = torch.tensor([len(head) for head in heads])  # [B]
-    if not added.any():
-        return rollouts
-    lengths, per_row = rollouts.lengths + added, dict(rollouts.per_row)
-    fields: dict[str, Any] = {
-        name: shifted(getattr(rollouts, name), added, int(lengths.max()))  # [B, T]
-        for name in ("actions", "mask", "sampler_logprobs", "policy_version")
-    }
-    for actions, head in zip(fields["actions"], heads, strict=True):
-        actions[: len(head)] = head
-    if "turn_ends" in per_row:
-        ends = zip(per_row["turn_ends"], added.tolist(), strict=True)
-        per_row["turn_ends"] = tuple(tuple(end + n for end in own) for own, n in ends)
-    return replace(rollouts, lengths=lengths, per_row=per_row, **fields)
-
-
-def _common(several: Sequence[Sequence[int]]) -> list[int]:
-    """The first tokens that all have in common."""
-    columns = zip(*several, strict=False)
-    return [column[0] for column in takewhile(lambda column: len({*column}) == 1, columns)]
-
-
-def shifted(
-    x: Shaped[Tensor, "B T"], by: Int[Tensor, "B"], columns: int, fill: float = 0
-) -> Shaped[Tensor, "B C"]:
-    """Rows moved to the right, each by its own number of columns."""
-    moved = x.new_full((len(x), columns), fill)  # [B, C]
-    for row, start in enumerate(by.tolist()):
-        end = min(start + x.shape[1], columns)
-        moved[row, start:end] = x[row, : end - start]
-    return moved
 
 
 class ConversationEngine:

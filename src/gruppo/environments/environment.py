@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,22 +24,9 @@ from gruppo.environments.classes import (
     Signature,
     is_class,
 )
-from gruppo.environments.tools import (
-    call,
-    check_names,
-    run_all,
-    safe_text,
-    tool_schema,
-)
+from gruppo.environments.tools import call, check_names, run_all, safe_text, tool_schema
 from gruppo.loading import visible
-from gruppo.timeouts import (
-    CallError,
-    awaited,
-    describe_error,
-    error_message,
-    function_name,
-    require_columns,
-)
+from gruppo.timeouts import CallError, awaited, describe_error, error_message, function_name
 from gruppo.types import DataError, GruppoError, Prompt
 
 log = logging.getLogger("gruppo")
@@ -54,7 +41,7 @@ MAX_NAME, MAX_ERROR = 64, 1000
 
 Check = Callable[[Prompt], str | None]
 Reply = list[dict[str, Any]] | str
-"""Messages in a conversation; a text where the prompt is a text."""
+"""Messages in a conversation; a string if the prompt is one."""
 
 
 class Environment:
@@ -62,17 +49,17 @@ class Environment:
     conversation.
 
     ``fn`` as a function is called with the keywords in its signature: ``text`` is what the policy
-    has just written, ``messages`` the whole conversation with its prompt (the text so far, where
-    the prompt is a text), ``turn`` 1 after the first answer, ``state`` a dict of this conversation,
+    has just written, ``messages`` the whole conversation with its prompt (the text so far, if the
+    prompt is a string), ``turn`` 1 after the first answer, ``state`` a dict of this conversation,
     empty at first, which rewards can ask for, and ``seed`` a number that is the same whenever the
     run is repeated; further keywords are the columns of the data, with ``Prompt.target`` as
-    ``answer`` and ``target``. It returns None where the conversation is over; or a text, which
+    ``answer`` and ``target``. It returns None when the conversation is over; or a string, which
     becomes a user's message; or a message with a role and a content; or a list of messages.
 
     ``fn`` as a class, a ``functools.partial`` of one, an ``EnvironmentClass``, or a dict of them by
     the data's column ``environment``: an object for each conversation, with ``reset`` and, as they
-    are needed, ``step``, ``close``, ``get_reward``, ``get_turn_rewards``; its other public methods
-    are tools. ``tools``: functions with type hints and a docstring.
+    are needed, ``step``, ``close``, ``get_reward``; its other public methods are tools. ``tools``:
+    functions with type hints and a docstring.
 
     A message of the policy that calls tools is replied to with the result or the error of each
     call. To any other, ``step`` or the function replies; without either it ends the conversation.
@@ -96,8 +83,7 @@ class Environment:
             raise GruppoError("""the environment has no function that replies, no class and no
                 tools. Give one of them.""")
         self.classes = _classes(fn)
-        """By the data's column ``environment``, or None for all; none where ``fn`` is a
-        function."""
+        """By the data's column ``environment``, or None for all; empty if ``fn`` is a function."""
         self.fn: Any = None if self.classes else fn
         names = [made.name for made in self.classes.values()]
         self.name = ", ".join(dict.fromkeys(names)) or function_name(tools[0] if fn is None else fn)
@@ -108,26 +94,27 @@ class Environment:
         self._schemas = [tool_schema(tool) for tool in tools]
         self.tools = list(self._schemas)
         """Schemas of the tools of all classes."""
-        self.rewards = dict[str, EnvironmentReward]()
-        """Rewards that the environments compute, by name."""
         check_names(self._schemas)
         for made in self.classes.values():  # they may share names: a conversation has one of them
             check_names([*self._schemas, *made.tools])
             self.tools += [schema for schema in made.tools if schema not in self.tools]
-            for name, method in made.rewards.items():
-                is_of_turns = method == "get_turn_rewards"
-                self.rewards[name] = EnvironmentReward(name, scores_steps=is_of_turns)
+        self.rewards = {
+            made.name: EnvironmentReward(made.name)
+            for made in self.classes.values()
+            if "get_reward" in made.methods
+        }
+        """Rewards that the environments compute, by name."""
         self._reported = set[str]()
         self.elapsed_s = 0.0
         """Seconds spent in calls so far."""
 
     def check(self, columns: Collection[str]) -> None:
         """Refuse a function that asks for a column that the data do not have."""
-        signatures = [*filter(None, [self._signature])]
+        if self._signature is not None:
+            self._signature.check(columns)
         for made in self.classes.values():
-            signatures += made.signatures.values()
-        for signature in signatures:
-            require_columns(signature.what, signature.parameters, columns, signature.provided)
+            for signature in made.signatures.values():
+                signature.check(columns)
         if self.classes and None not in self.classes and COLUMN not in columns:
             raise DataError(f"""there are several environments,
                 {", ".join(map(repr, self.classes))}, and the data have no column {COLUMN!r} that
@@ -166,7 +153,8 @@ class Environment:
     def replies(self, episodes: Mapping[int, Episode]) -> dict[int, Reply | CallError | None]:
         """By the same key: the reply, None at the end of the conversation, or why there is no
         reply."""
-        return dict(zip(episodes, self._run(map(self._step, episodes.values())), strict=True))
+        results = self._run([self._step(episode) for episode in episodes.values()])
+        return dict(zip(episodes, results, strict=True))
 
     def finish(self, episodes: Sequence[Episode]) -> None:
         """Take the rewards and the state of the objects whose conversations are over."""
@@ -176,19 +164,18 @@ class Environment:
     def close(self, episodes: Sequence[Episode] = ()) -> None:
         """Close the objects, whatever has happened; one of a class without ``close`` is reset for
         another conversation. Without episodes, end the threads of idle ones."""
-        for result in self._run(map(self._close, episodes)):
+        for result in self._run([self._close(episode) for episode in episodes]):
             if isinstance(result, CallError):
                 self._warn_once("close", result.message)
-        if not episodes:
-            for made in self.classes.values():
-                while made.idle:
-                    made.idle.popleft()[1].stop()
+        for made in () if episodes else self.classes.values():
+            while made.idle:
+                made.idle.popleft()[1].stop()
 
-    def _run(self, coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    def _run(self, coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
         """The result of each coroutine, or the ``CallError`` that it ended in."""
         began = time.perf_counter()
         try:
-            return run_all([*coroutines], self.timeout_s)
+            return run_all(coroutines, self.timeout_s)
         finally:
             self.elapsed_s += time.perf_counter() - began
 
@@ -208,9 +195,8 @@ class Environment:
         if made is None:
             name, known = episode.prompt.meta.get(COLUMN), ", ".join(map(repr, self.classes))
             raise CallError("exception", f"its environment {name!r:.80} is none of {known}")
-        with suppress(
-            IndexError
-        ):  # not checked before: engines with lag converse in several threads
+        # not checked before: engines with lag converse in several threads
+        with suppress(IndexError):
             episode.instance, episode.thread = made.idle.popleft()
         try:
             inputs = await self._call(episode, partial(self._reset, episode, made))
@@ -227,12 +213,10 @@ class Environment:
         if episode.instance is None:
             episode.instance = made.factory()
             if episode.is_closed:  # it is late, and nothing else closes it
-                return _close(episode)
+                return episode.close()
         inputs = episode.prompt.inputs
         values = {"seed": episode.group_seed, "prompt": inputs} | episode.columns
         added = awaited(episode.instance.reset(**made.signatures["reset"].arguments(values)))
-        if isinstance(added, list) and added and not any("role" in part for part in added):
-            added, _ = safe_text(added, MAX_OBSERVATION)  # blocks of content, not messages
         if isinstance(added, str) and not isinstance(inputs, str):
             *before, last = inputs  # as in TRL, it is the end of the last message
             text, _ = safe_text(added, MAX_OBSERVATION)
@@ -251,8 +235,7 @@ class Environment:
             if problem and not episode.is_last:  # no tool was called
                 episode.counts["unparsed"] += 1
                 name = self.tools[0]["function"]["name"]
-                content = f"error: {safe_text(problem, MAX_ERROR)[0]}"
-                messages.append({"role": "tool", "name": name, "content": content})
+                messages.append(tool_message(name, f"error: {safe_text(problem, MAX_ERROR)[0]}"))
             is_over = made and await self._call(episode, partial(_is_done, episode.instance))
             return None if is_over else messages
         signature = made.signatures.get("step") if made else self._signature
@@ -273,12 +256,11 @@ class Environment:
         try:
             fn = partial(self._result, episode, name, arguments)
             content, is_cut = await self._call(episode, fn)
-            if is_cut:
-                episode.counts["truncated"] += 1
+            episode.counts["truncated"] += is_cut
         except CallError as error:
             content = f"error: {error.message}"
             episode.counts["timeout" if error.kind == "timeout" else "failed"] += 1
-        return {"role": "tool", "name": visible(name)[:MAX_NAME], "content": content}
+        return tool_message(name, content)
 
     def _result(
         self, episode: Episode, name: str, arguments: Mapping[str, Any]
@@ -286,9 +268,10 @@ class Environment:
         """The result of a call as the policy reads it, and whether it was truncated."""
         made, fn = episode.made_by, self._functions.get(name)
         if made is not None and name in made.tool_names:
-            fn = getattr(episode.instance, name, None)
             if "call_tool" in made.methods:
-                fn = lambda **own: episode.instance.call_tool(name, own)  # noqa: E731
+                arguments = {"name": name, "arguments": arguments}
+                name = "call_tool"
+            fn = getattr(episode.instance, name, None)
         if fn is None:
             known = [schema["function"]["name"] for schema in self.tools_of(episode.prompt)]
             there = f"there is no tool {visible(name)[:MAX_NAME]}; there is {', '.join(known)}"
@@ -304,17 +287,14 @@ class Environment:
     async def _close(self, episode: Episode) -> None:
         episode.is_closed = True
         made, instance, thread = episode.made_by, episode.instance, episode.thread
+        is_usable = made and instance is not None and not episode.failure and not thread.was_late
+        if made and is_usable and "close" not in made.methods:
+            return made.idle.append((instance, thread))
         try:
-            if made is not None and instance is not None:
-                if "close" in made.methods:
-                    await self._call(episode, partial(_close, episode))
-                elif episode.failure is None and not thread.was_late:
-                    made.idle.append((instance, thread))
-                    return
+            if instance is not None:
+                await self._call(episode, episode.close)
+        finally:
             thread.stop()
-        except CallError:
-            thread.stop()
-            raise
 
     def _warn_once(self, what: str, why: str) -> None:
         """Warn of the first failure of each kind; all are counted."""
@@ -342,14 +322,14 @@ def _is_done(instance: Any) -> bool:
     return bool(awaited(value()) if callable(value) else value)
 
 
-def _close(episode: Episode) -> None:
-    if episode.made_by is not None and "close" in episode.made_by.methods:
-        awaited(episode.instance.close())
+def tool_message(name: str, content: str) -> dict[str, Any]:
+    return {"role": "tool", "name": visible(name)[:MAX_NAME], "content": content}
 
 
 def parse_reply(raw: Any, inputs: Any, limit: int) -> Reply | None:
-    """Convert what an environment returned to messages, or to a text if the prompt is one, each
-    text at most ``limit`` characters with control characters as escapes; else raise CallError."""
+    """Convert what an environment returned to messages, or to a string if the prompt is one, each
+    content at most ``limit`` characters with control characters as escapes; else raise
+    CallError."""
     if raw is None:
         return None
     if isinstance(raw, str):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from gruppo.timeouts import CallError, TimedCall, abandoned_count, function_name, start_call
+from gruppo.timeouts import (
+    CallError,
+    CallThread,
+    abandoned_count,
+    call_inline,
+    function_name,
+    late_error,
+    start_call,
+)
 from gruppo.types import GruppoError
 
 COUNTS = ("calls", "failed", "timeout", "unparsed", "truncated")
@@ -46,11 +53,8 @@ def check_names(schemas: Sequence[Mapping[str, Any]]) -> None:
 
 
 def safe_text(value: Any, limit: int) -> tuple[str, bool]:
-    """Text of a result, and whether it was longer than ``limit`` characters: control characters
-    become escapes.
-
-    Of a list of content blocks, as multimodal tools return, the texts.
-    """
+    """A result as text with control characters as escapes, and whether it was cut at ``limit``
+    characters. Content blocks, as multimodal tools return, are joined."""
     is_list = isinstance(value, list) and bool(value)
     if is_list and all(isinstance(part, Mapping) and "text" in part for part in value):
         value = "\n".join(str(part["text"]) for part in value)
@@ -58,32 +62,6 @@ def safe_text(value: Any, limit: int) -> tuple[str, bool]:
     shown = text[:limit].replace("\r\n", "\n")
     escaped = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), shown)
     return escaped, len(text) > limit
-
-
-class CallThread:
-    """A thread for the calls of one environment: some objects, such as connections, belong to the
-    thread that made them."""
-
-    was_late = False
-    """Whether its thread was left to a late call; further ones are made in another."""
-    _calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
-
-    def start(self, run: Callable[[], None]) -> None:
-        if self._calls is None:
-            self._calls = queue.SimpleQueue()
-            start_call(partial(_run_calls, self._calls))
-        self._calls.put(run)
-
-    def stop(self) -> None:
-        """End the thread after the call that is under way."""
-        if self._calls is not None:
-            self._calls.put(None)
-            self._calls = None
-
-
-def _run_calls(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (run := calls.get()) is not None:
-        run()
 
 
 async def call(fn: Callable[[], Any], thread: CallThread, timeout_s: float | None) -> Any:
@@ -94,7 +72,7 @@ async def call(fn: Callable[[], Any], thread: CallThread, timeout_s: float | Non
     """
     try:
         if timeout_s is None:
-            return start_call(fn, inline=True).result()
+            return call_inline(fn)
         if abandoned_count() >= MAX_HANGING:
             raise CallError("timeout", f"not called: {MAX_HANGING} calls are still hanging")
         loop, done = asyncio.get_running_loop(), asyncio.Event()
@@ -103,15 +81,14 @@ async def call(fn: Callable[[], Any], thread: CallThread, timeout_s: float | Non
             with suppress(RuntimeError):  # a late call, after the loop has ended
                 loop.call_soon_threadsafe(done.set)
 
-        timed = TimedCall(fn, timeout_s, on_done)
-        thread.start(timed.run)
+        timed = thread.start(fn, on_done)
         try:
             await asyncio.wait_for(done.wait(), timeout_s)
         except TimeoutError:
             timed.abandon()
             thread.stop()
             thread.was_late = True
-            raise CallError("timeout", f"no answer within {timeout_s:.3g} s") from None
+            raise late_error(timeout_s) from None
         return timed.result()
     except GruppoError as error:  # of user code: not a mistake in the options of the run
         raise CallError.from_exception(error) from error
@@ -123,30 +100,33 @@ def run_all(coroutines: Sequence[Coroutine[Any, Any, Any]], timeout_s: float | N
     They run at the same time, in an event loop of their own; without a timeout one after another
     in the caller's thread, where they wait for nothing.
     """
-
-    async def result(coroutine: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            return await coroutine
-        except CallError as error:
-            return error
-
-    async def together() -> list[Any]:
-        places = asyncio.Semaphore(CONCURRENT)
-
-        async def placed(coroutine: Coroutine[Any, Any, Any]) -> Any:
-            async with places:
-                return await result(coroutine)
-
-        return await asyncio.gather(*map(placed, coroutines))
-
-    async def in_turn() -> list[Any]:
-        return [await result(coroutine) for coroutine in coroutines]
-
     if timeout_s is None:
-        try:
-            in_turn().send(None)
-        except StopIteration as end:
-            return end.value
-    running = start_call(lambda: asyncio.run(together()))  # a notebook's thread has a loop already
+        return [_without_waiting(_result(coroutine)) for coroutine in coroutines]
+    # a notebook's thread has an event loop already
+    running = start_call(partial(asyncio.run, _together(coroutines)))
     running.done.wait()
     return running.result()
+
+
+async def _result(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await coroutine
+    except CallError as error:
+        return error
+
+
+async def _together(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    places = asyncio.Semaphore(CONCURRENT)
+
+    async def placed(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        async with places:
+            return await _result(coroutine)
+
+    return await asyncio.gather(*map(placed, coroutines))
+
+
+def _without_waiting(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value

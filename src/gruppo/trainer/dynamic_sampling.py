@@ -35,7 +35,6 @@ from torch import Tensor
 from gruppo import distributed as dist
 from gruppo.config.schema import RolloutConfig
 from gruppo.core.groups import allocate_samples, group_std, has_no_spread
-from gruppo.environments.conversation import join_rollouts, shifted
 from gruppo.rewards.scoring import Scores, applies_to_group
 from gruppo.trainer.stages import StepParams
 from gruppo.types import Prompt, Request, Rollouts
@@ -118,17 +117,8 @@ def join_rounds(
 def _join(rounds: Sequence[Round]) -> tuple[Rollouts, Scores]:
     if len(rounds) == 1:
         return rounds[0].rollouts, rounds[0].scores
-    rollouts = join_rollouts([one.rollouts for one in rounds])
-    scores = Scores.cat([one.scores for one in rounds])
-    # environments may have begun the rows of a group differently
-    moved = rollouts.lengths - torch.cat([one.rollouts.lengths for one in rounds])
-    if moved.any():
-        columns = rollouts.mask.shape[1]
-        steps = {name: shifted(x, moved, columns, torch.nan) for name, x in scores.steps.items()}
-        scores = replace(scores, steps=steps)
-    # rows that are errors only since they were joined
-    is_error = torch.tensor([finish == "error" for finish in rollouts.finish])
-    return rollouts, replace(scores, rewards=scores.rewards.where(~is_error, torch.nan))
+    rollouts = Rollouts.cat([one.rollouts for one in rounds])
+    return rollouts, Scores.cat([one.scores for one in rounds])
 
 
 # --- growth ---------------------------------------------------------------------------------------
