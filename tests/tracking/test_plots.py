@@ -69,15 +69,6 @@ def test_smoothing_neither_lags_nor_changes_a_constant():
     assert smooth([5.0]) == [5.0] and smooth([1.0, 2.0]) == pytest.approx([1.0, 2.0])
 
 
-def test_a_heatmap_has_a_row_for_each_prompt_and_a_gap_where_there_is_none():
-    rows = [prompts(1, 0.1, 0.2), {"step": 2}, prompts(3, 0.3, math.nan)]
-    [panel] = panels_of(rows)
-    axes = drawn(panel, rows)
-    [mesh] = axes.collections
-    assert mesh.get_array().filled(-1).tolist() == [[0.1, 0.3], [0.2, -1]]
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["0", "1"]
-
-
 # --- what is in a panel ---------------------------------------------------------------------------
 
 
@@ -129,10 +120,6 @@ def test_each_stage_begins_at_a_line_with_its_name_on_every_panel(tmp_path):
     assert stage_starts(tmp_path, [{"step": 1, "reward/mean": 0.5}]) == {}
 
 
-def prompts(step: int, *values: float) -> dict[str, float]:
-    return {"step": step, **{f"prompt/reward_mean/{k}": value for k, value in enumerate(values)}}
-
-
 # --- which panels there are -----------------------------------------------------------------------
 
 
@@ -178,14 +165,8 @@ def test_every_statistic_of_groups_stages_and_epochs_has_a_panel():
     assert names_of(*rows) == [*of_groups, "supervised", *of_epochs, *of_course]
 
 
-def test_a_table_needs_two_rows_and_two_values():
-    assert names_of(prompts(1, 0.1, 0.2)) == ["prompts"]
-    assert names_of(prompts(1, 0.1, 0.1), prompts(2, 0.1, 0.1)) == []
-    assert names_of(prompts(1, 0.1), prompts(2, 0.2)) == []
-    assert names_of(prompts(1, math.nan, math.nan)) == []
-
-
 def test_several_reward_functions_have_a_panel_together():
     assert names_of({"reward/f/mean": 1.0}) == []  # the panel of the sum shows it
+    assert names_of({"prompt/reward_mean/0": 1.0}) == []
     [panel] = panels_of([{"step": 1, "reward/f/mean": 1.0, "reward/a b:c/mean": 2.0}])
     assert panel.metrics == {"reward/f/mean": "f", "reward/a b:c/mean": "a b:c"}

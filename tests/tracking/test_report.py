@@ -60,6 +60,7 @@ def test_the_report_holds_reward_time_evaluations_files_and_commands(tmp_path):
         1, 13
     ):  # the last ten rewards are 0.3, 0.4, ... 1.2: mean 0.75; time 12 x 6.5 s
         file.log(step, {"reward/mean": step / 10, "time/step_s": 6.5})
+    file.close()
     before, after = evaluation(0, 0.113, 0.08, 0.158), evaluation(12, 0.82, 0.768, 0.863)
     commands = [
         (f"gruppo sample {run_dir} 'What is 3 + 4?'", "sample from the model"),

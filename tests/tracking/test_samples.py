@@ -62,9 +62,6 @@ def test_an_image_beside_a_completion_is_drawn_and_the_completion_stays_text(tmp
     assert first["completion"] == last["completion"] == "0 2 1"
     with Image.open(tmp_path / last["image"]["file"]) as sheet:
         assert sheet.crop(tuple(last["image"]["box"])).getpixel((3, 3)) == (0, 0, 255)
-    with Image.open(tmp_path / "images" / "before_after.png") as sheet:
-        assert sheet.getpixel((9, 9)) == (255, 0, 0)
-        assert sheet.getpixel((9, sheet.height - 9)) == (0, 0, 255)
 
 
 def test_a_shared_input_and_target_are_on_the_sheet_once(tmp_path):
@@ -162,7 +159,7 @@ def test_cut_and_go_on_gives_the_pictures_of_an_uninterrupted_run(tmp_path):
     (cut / "images" / "mine.png").write_bytes(b"somebody's")
     resumed = SamplesFile(cut)
     resumed.cut(3)
-    names = {path.name for path in (cut / "images").iterdir()} - {"mine.png", "before_after.png"}
+    names = {path.name for path in (cut / "images").iterdir()} - {"mine.png"}
     assert names == {
         *(f"step_00000{n}.png" for n in range(4)),
         "eval_000000.png",
@@ -171,16 +168,7 @@ def test_cut_and_go_on_gives_the_pictures_of_an_uninterrupted_run(tmp_path):
     log(resumed, range(4, 7))
     (cut / "images" / "mine.png").unlink()
     names = sorted(path.relative_to(whole) for path in whole.rglob("*.*"))
-    assert len(names) == 7 + 4 + 2 and names == sorted(
+    assert len(names) == 7 + 4 + 1 and names == sorted(
         path.relative_to(cut) for path in cut.rglob("*.*")
     )
     assert all((whole / name).read_bytes() == (cut / name).read_bytes() for name in names)
-
-
-def test_a_run_cut_to_one_evaluation_has_nothing_to_compare(tmp_path):
-    log(SamplesFile(tmp_path), range(3))
-    file = SamplesFile(tmp_path)
-    file.cut(1)
-    assert not (tmp_path / "images" / "before_after.png").exists()
-    file.cut(-1)
-    assert list((tmp_path / "images").iterdir()) == [] and lines_of(tmp_path) == []

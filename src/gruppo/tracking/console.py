@@ -92,22 +92,22 @@ class ConsoleTracker:
         if step != self.step:
             self.step, self._metrics = step, {}
             self._step_ends.append(self.clock())
-        self._metrics.update(shown)
+        self._metrics |= shown
         for name, value in shown.items():
             self._history.setdefault(name, deque(maxlen=HISTORY)).append(float(value))
         index = int(shown.get("stage/number", 0)) - 1
         if 0 <= index < len(self.stages):
             self._stage = self.stages[index]
-        evaluated = ", ".join(
+        held_out = ", ".join(
             f"{name[5:].removesuffix('_mean')} {number(value)}"
             for name, value in shown.items()
             if name.startswith("eval/")
         )
-        if evaluated:
-            self._held_out = f"held-out at step {step}: {evaluated}"
+        if held_out:
+            self._held_out = f"held-out at step {step}: {held_out}"
         if self._live is None:
             words = [f"step {step}/{self.total_steps}", *self._words(shown)]
-            words += [f"held-out {evaluated}"] if evaluated else []
+            words += [f"held-out {held_out}"] if held_out else []
             self._print(Text("  ".join(words)))
 
     def _words(self, metrics: Mapping[str, float]) -> list[str]:
@@ -117,22 +117,26 @@ class ConsoleTracker:
             for metric, (name, _, _) in METRICS.items()
             if name and metric in metrics
         ]
-        if metrics.get("reward/unscored_count", 0) > 0:
-            words.append(f"{metrics['reward/unscored_count']:.0f} without a reward")
-        rate = "tok/s" if self.unit == "token" else f"{self.unit}s/s"
-        for metric, unit in (("rate/tokens_per_s", rate), ("time/step_s", "s")):
-            if metric in metrics:
-                words.append(f"{number(metrics[metric])} {unit}")
+        words += self._totals(metrics)
+        if "time/step_s" in metrics:
+            words.append(f"{number(metrics['time/step_s'])} s")
         left = self._seconds_left()
         if words and left is not None:
             words.append(f"{duration(left)} left")
         return [self._stage, *words] if words and self._stage else words
 
-    def log_samples(self, step: int, rows: Sequence[Row]) -> None:
-        """Show the best and the worst rows, unless the last ones are recent.
+    def _totals(self, metrics: Mapping[str, float]) -> list[str]:
+        """The speed, and the count of rows without a reward."""
+        words = []
+        if metrics.get("reward/unscored_count", 0) > 0:
+            words.append(f"{metrics['reward/unscored_count']:.0f} without a reward")
+        if "rate/tokens_per_s" in metrics:
+            words.append(f"{number(metrics['rate/tokens_per_s'])} {self.unit}s/s")
+        return words
 
-        Of an evaluation (``held_out``) only the sheet of images is named.
-        """
+    def log_samples(self, step: int, rows: Sequence[Row]) -> None:
+        """Show the best and the worst rows, unless the last ones are recent; of an evaluation
+        (``held_out``) only the name of the sheet of images."""
         rows = [row for row in rows if "failures" not in row]  # the log warns of those
         is_held_out = any(row.get("held_out") for row in rows)
         sheet = Path(self.run_dir) / sheet_name(step, is_held_out)
@@ -163,13 +167,12 @@ class ConsoleTracker:
     def screen(self) -> RenderableType:
         """The live screen: title, clock, metrics with trends, and samples."""
         left = self._seconds_left()
-        clock = f"{duration(self.clock() - self._start)} elapsed"
+        clock = f"  {duration(self.clock() - self._start)} elapsed"
         if left is not None:
             clock += f", about {duration(left)} left"
+        title = f"{self.title}  {self._stage}".rstrip()
         head = Text.assemble(
-            f"step {self.step}/{self.total_steps}  ",
-            (f"{self.title}  {self._stage}".rstrip(), "bold"),
-            (f"  {clock}", "dim"),
+            f"step {self.step}/{self.total_steps}  ", (title, "bold"), (clock, "dim")
         )
         metrics = dict(self._metrics)  # the logging thread replaces it
         table = Table.grid()
@@ -178,13 +181,8 @@ class ConsoleTracker:
                 blocks = trend(self._history[name], self.console.width - LABEL - VALUE)
                 value = Text(form(metrics[name]).rjust(VALUE - 1) + " ", "bold")
                 table.add_row(Text(label.ljust(LABEL)), value, Text(blocks, "cyan"))
-        lines = []
-        if "rate/tokens_per_s" in metrics:
-            lines.append(f"{number(metrics['rate/tokens_per_s'])} {self.unit}s per second")
-        if metrics.get("reward/unscored_count", 0) > 0:
-            lines.append(f"{metrics['reward/unscored_count']:.0f} rows have no reward")
-        lines += [self._held_out, *self._samples, self._notice, self.progress()]
-        texts = [Text(line, overflow="fold") for line in lines if line]
+        lines = ["  ".join(self._totals(metrics)), self._held_out, *self._samples, self._notice]
+        texts = [Text(line, overflow="fold") for line in [*lines, self.progress()] if line]
         return Group(head, table, *texts)
 
     def _seconds_left(self) -> float | None:
@@ -204,15 +202,12 @@ class ConsoleTracker:
 def _sample(row: Row) -> str:
     """A row on one line, without images."""
     line = f"reward {number(row.get('reward'))}"
-    if has_pixels(row.get("prompt")):
-        return line
-    line += f'  "{shorten(as_text(row.get("prompt", "")), 120)}"'
-    if has_pixels(row.get("completion")):
-        return line
-    line += f' -> "{shorten(as_text(row.get("completion", "")), 120)}"'
-    if row.get("target") is not None:
-        line += f"  target {shorten(as_text(row['target']), 60)}"
-    return line
+    for name, before in (("prompt", "  "), ("completion", " -> ")):
+        if has_pixels(row.get(name)):
+            return line
+        line += f'{before}"{shorten(as_text(row.get(name, "")), 120)}"'
+    target = row.get("target")
+    return line if target is None else f"{line}  target {shorten(as_text(target), 60)}"
 
 
 def best_and_worst(rows: Sequence[Row], count: int = 4) -> list[Row]:

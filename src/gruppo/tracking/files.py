@@ -1,8 +1,8 @@
 """The files of a run that are always written: metrics as JSON lines and CSV, samples as JSON lines.
 
-``metrics.jsonl`` is the record, and ``metrics.csv`` a copy for spreadsheets that is rewritten
-whenever the two could differ. Every line is flushed at once, so that a killed run loses at most the
-line it was writing.
+``metrics.jsonl`` is the record, and ``metrics.csv`` a copy for spreadsheets that is written when
+the run ends. Every line is flushed at once, so that a killed run loses at most the line it was
+writing.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _json_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """The value as JSON holds it: NaN is null, infinities are text, a long array is its shape,
-    other objects a text."""
+    """The value as JSON holds it: NaN is null, infinities are strings, a long array is its shape,
+    other objects a string."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, Mapping):
@@ -91,8 +91,9 @@ def to_json(value: Any) -> Any:
         return int(value)
     if not isinstance(value, Real):
         return as_text(value) if isinstance(value, bytes) else str(value)
-    value = float(value)
-    return value if math.isfinite(value) else None if math.isnan(value) else str(value)
+    if math.isnan(value):
+        return None
+    return float(value) if math.isfinite(value) else str(float(value))
 
 
 class CompletionFiles:
@@ -105,8 +106,8 @@ class CompletionFiles:
     with one warning.
     """
 
-    def __init__(self, run_dir: str | Path, max_bytes: float = MAX_COMPLETIONS_BYTES) -> None:
-        self.folder, self.max_bytes = Path(run_dir) / "completions", max_bytes
+    def __init__(self, run_dir: Path, max_bytes: float = MAX_COMPLETIONS_BYTES) -> None:
+        self.folder, self.max_bytes = run_dir / "completions", max_bytes
         self._size, self._is_full = 0, False
 
     def cut(self, step: int) -> None:
@@ -135,14 +136,12 @@ class CompletionFiles:
             self._is_full = True
             text = "completions/ has reached %g GB: from step %d on only shown samples are kept."
             return log.warning(text, self.max_bytes / 1e9, step)
-        path = (
-            self.folder / f"step_{(step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1:06d}.jsonl.gz"
-        )
+        first = (step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1
+        path = self.folder / f"step_{first:06d}.jsonl.gz"
         with explained_failures(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open(
-                "ab"
-            ) as file:  # gzip members may follow one another: nothing written before is touched
+            # gzip members may follow one another: nothing written before is touched
+            with path.open("ab") as file:
                 file.write(data)
         self._size += len(data)
 
@@ -171,10 +170,8 @@ class MetricsFile(Tracker):
     logged, to the bit.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
-        self._path, self._csv = Path(run_dir) / "metrics.jsonl", Path(run_dir) / "metrics.csv"
-        self._last: dict[str, Any] = {}
-        self._columns: list[str] = []
+    def __init__(self, run_dir: Path) -> None:
+        self._path, self._csv = run_dir / "metrics.jsonl", run_dir / "metrics.csv"
         self.cut()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -185,44 +182,29 @@ class MetricsFile(Tracker):
             row = self._last | row
             cut_lines(self._path, step - 1)
         append_lines(self._path, [row])
-        # A new column changes the header and every earlier line.
-        if step == self._last.get("step") or not row.keys() <= set(self._columns):
-            return self._write_csv()
         self._last = row
-        with (
-            explained_failures(self._csv),
-            self._csv.open("a", encoding="utf-8", newline="") as file,
-        ):
-            file.write(_csv_text(self._columns, [row]))
 
     def cut(self, step: int | None = None) -> None:
         """Keep the steps up to ``step``, before a resumed run continues."""
         cut_lines(self._path, step)
-        self._write_csv()
+        self._last: dict[str, Any] = (read_lines(self._path) or [{}])[-1]
 
-    def _write_csv(self) -> None:
+    def close(self) -> None:
+        """Write ``metrics.csv``."""
         rows = read_lines(self._path)
-        self._last = rows[-1] if rows else {}
-        self._columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
-        header = dict(zip(self._columns, self._columns, strict=True))
-        replace_file(self._csv, _csv_text(self._columns, [header, *rows]))
+        text = io.StringIO()
+        columns = dict.fromkeys(["step", *(name for row in rows for name in row)])
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({n: "nan" if value is None else value for n, value in row.items()})
+        replace_file(self._csv, text.getvalue())
 
 
-def _csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    for row in rows:
-        writer.writerow({n: "nan" if value is None else value for n, value in row.items()})
-    return text.getvalue()
-
-
-def read_metrics(run_dir: str | Path) -> list[dict[str, float]]:
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """One mapping per logged step, with null as NaN; empty if there is no file."""
-    rows = read_lines(Path(run_dir) / "metrics.jsonl")
-    return [{name: _number(value) for name, value in row.items()} for row in rows]
-
-
-def _number(value: Any) -> float:
-    if value is None:
-        return math.nan
-    return float(value) if isinstance(value, str) else value
+    rows = read_lines(run_dir / "metrics.jsonl")
+    return [
+        {name: math.nan if value is None else float(value) for name, value in row.items()}
+        for row in rows
+    ]

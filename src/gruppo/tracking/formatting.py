@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from rich.cells import cell_len, set_cell_size
 from torch import Tensor
 
 from gruppo.loading import visible
@@ -52,16 +51,10 @@ def trend(values: Sequence[float], width: int) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """At most ``width`` columns. The middle is cut out: prompts and answers say most at their
+    """At most ``width`` characters. The middle is cut out: prompts and answers say most at their
     ends."""
-    if cell_len(text) <= width:
-        return text
-    tail = (width - 1) // 3  # columns, not characters: Chinese characters are two columns wide
-    return (
-        set_cell_size(text, width - 1 - tail).rstrip()
-        + "…"
-        + set_cell_size(text[::-1], tail).rstrip()[::-1]
-    )
+    tail = (width - 1) // 3
+    return text if len(text) <= width else f"{text[: width - 1 - tail]}…{text[-tail:]}"
 
 
 def shape_text(value: Tensor | np.ndarray) -> str:
@@ -89,11 +82,10 @@ def as_text(value: Any) -> str:
 
 def _message(message: Mapping[str, Any]) -> str:
     """A message of a conversation, in brackets if it is the environment's."""
-    text = str(message["content"])
     if message.get("role") != "assistant":
-        return f"[{text}]"
-    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    parts = [
-        f"{c.get('name')}({json.dumps(c.get('arguments'), ensure_ascii=False)})" for c in calls
-    ]
-    return " ".join(filter(None, [text, *parts]))
+        return f"[{message['content']}]"
+    words = [str(message["content"])]
+    for call in message.get("tool_calls") or ():
+        own = call.get("function", call)
+        words.append(f"{own.get('name')}({json.dumps(own.get('arguments'), ensure_ascii=False)})")
+    return " ".join(filter(None, words))

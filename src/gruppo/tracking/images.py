@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,12 +28,11 @@ Box = tuple[int, int, int, int]
 def is_image(value: Any) -> bool:
     """Whether a value is a float tensor [C, H, W] of 1 or 3 channels, PNG bytes or a PIL image."""
     if isinstance(value, Tensor):
-        is_shape = value.ndim == 3 and value.shape[0] in (1, 3) and min(value.shape) > 0
+        is_shape = value.ndim == 3 and value.shape[0] in (1, 3) and value.numel() > 0
         return is_shape and value.is_floating_point()
     if isinstance(value, bytes):
         return value.startswith(PNG)
-    pillow = sys.modules.get("PIL.Image")  # no value is of a class that was never imported
-    return pillow is not None and isinstance(value, pillow.Image)
+    return hasattr(value, "thumbnail")  # of Pillow
 
 
 def has_pixels(value: Any) -> bool:
@@ -70,10 +68,9 @@ def make_sheet(images: Sequence[Any], columns: int = COLUMNS) -> tuple[Any, list
     images = [to_pil(image) for image in images]
     width = max(image.width for image in images) + GAP
     height = max(image.height for image in images) + GAP
-    columns = min(columns, len(images))
     rows = math.ceil(len(images) / columns)
-    sheet = Image.new("RGB", (columns * width + GAP, rows * height + GAP), "white")
-    boxes = list[Box]()
+    size = (min(columns, len(images)) * width + GAP, rows * height + GAP)
+    sheet, boxes = Image.new("RGB", size, "white"), list[Box]()
     for i, image in enumerate(images):
         left, top = GAP + i % columns * width, GAP + i // columns * height
         sheet.paste(image, (left, top))

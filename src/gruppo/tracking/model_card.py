@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from gruppo.config import serialization
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest
 from gruppo.core.describe import describe_objective
 from gruppo.integrity import read_json
+from gruppo.loading import visible
 from gruppo.tracking.files import read_metrics
 from gruppo.tracking.formatting import duration, number
-from gruppo.tracking.panels import Metrics
 
 LIBRARIES = {
-    "adapter_config.json": "library_name: peft\npipeline_tag: text-generation",
-    "config.json": "library_name: transformers\npipeline_tag: text-generation",
-    "model_index.json": "library_name: diffusers\npipeline_tag: text-to-image",
-    "restorer.json": "library_name: gruppo\npipeline_tag: image-to-image",
+    "adapter_config.json": ("peft", "text-generation"),
+    "config.json": ("transformers", "text-generation"),
+    "model_index.json": ("diffusers", "text-to-image"),
+    "restorer.json": ("gruppo", "image-to-image"),
 }
 """By a file of the model's folder: the library that opens it, and what the hub lists it under."""
 FOLDERS = re.compile(r"(?<![\w.\\/-])(?:[A-Za-z]:|~\w*)?[\\/](?![\\/])(?:[^\\/:\n]+[\\/])*")
@@ -43,16 +41,19 @@ def model_card(
     part.
     """
     config = serialization.load(run_dir / "config.json")
-    manifest = read_json(run_dir / "manifest.json")
-    began = base or _public(config.model).replace(IN_MEMORY, "a model given in Python")
-    front = [f"license: {license}"] if license else []
-    front += [f"base_model: {base}"] if base else []
-    front += [text for name, text in LIBRARIES.items() if (model / name).is_file()][:1]
-    tags = ["tags:", "- gruppo", "- reinforcement-learning", *["- lora"] * bool(config.lora.rank)]
-    facts = _facts(config, manifest, read_metrics(run_dir))
-    facts["model"] = began
-    facts["weights"] = "of the last step" if step is None else f"of step {step}, the best one"
-    facts["license"] = license or f"not stated here; that of {began} applies"
+    began = base or config.model
+    header = [f"license: {license}"] if license else []
+    header += [f"base_model: {base}"] if base else []
+    for library, task in [pair for file, pair in LIBRARIES.items() if (model / file).is_file()][:1]:
+        header += [f"library_name: {library}", f"pipeline_tag: {task}"]
+    header += ["tags:", "- gruppo", "- reinforcement-learning"]
+    facts = {
+        "model": began,
+        "weights": "of the last step" if step is None else f"of step {step}, the best one",
+        "license": license or f"not stated here; that of {began} applies",
+        **_facts(run_dir, config),
+    }
+    width = max(map(len, facts))
     objective = describe_objective(
         config.objective,
         kl_coef=highest(config, "kl_coef"),
@@ -60,62 +61,39 @@ def model_card(
         max_length=config.rollout.max_new_tokens,
         action="token" if config.modality is None else "action",
     )
-    made = f"Trained by reinforcement learning from {_cell(began)}, "
-    made += f"with gruppo {manifest['versions']['gruppo']}."
-    picture = f"![Metrics of training]({picture})\n" if picture else ""
-    parts = [
-        *("---", *front, *tags, "---", "", f"# {_public(model.name)}", "", made, ""),
-        *("## Training", "", *_table(["", ""], facts.items()), ""),
-        *_evaluations(run_dir / "evaluations.json"),
-        picture,
-        *("## Objective", "", "```", *objective, "```", ""),
+    lines = [
+        *("---", *header, "---", "", f"# {_public(model.name)}", ""),
+        "Trained by reinforcement learning with gruppo. Rewards are means, with 95% intervals.\n",
+        *("```", *(f"{name:{width}}  {_public(text)}" for name, text in facts.items())),
+        *("", *objective, "```", ""),
+        f"![Metrics of training]({picture})\n" if picture else "",
     ]
-    return "\n".join(parts)
+    return "\n".join(lines)
 
 
-def _facts(config: Config, manifest: Any, metrics: Metrics) -> dict[str, str]:
-    """Model, data, rewards and cost of a run."""
-    rollout, hardware = config.rollout, manifest["hardware"]
-    seconds = [row["time/step_s"] for row in metrics if "time/step_s" in row]
+def _facts(run_dir: Path, config: Config) -> dict[str, str]:
+    """Data, rewards, cost and held-out evaluations of a run."""
+    manifest = read_json(run_dir / "manifest.json")
+    hardware, rollout = manifest["hardware"], config.rollout
+    seconds = [row["time/step_s"] for row in read_metrics(run_dir) if "time/step_s" in row]
     sampled = f"{rollout.prompts} prompts, {rollout.group_size} samples each"
-    return {
-        "model": "",
-        "data": _public(config.data).replace(IN_MEMORY, "rows given in Python"),
-        "rewards": ", ".join(map(_public, config.reward)),
+    facts = {
+        "data": config.data,
+        "rewards": ", ".join(config.reward),
         "steps": f"{len(seconds)} steps of {sampled}, in {duration(sum(seconds))}",
         "hardware": f"{hardware['gpu'] or hardware['cpu']}, {manifest['world']} process(es)",
+        "gruppo": manifest["versions"]["gruppo"],
     }
-
-
-def _evaluations(path: Path) -> list[str]:
-    """Held-out rewards at the first and the last evaluations, each with its 95% interval."""
+    path = run_dir / "evaluations.json"
     evaluations = read_json(path) if path.is_file() else []
-    if not evaluations:
-        return ["The run was not evaluated on held-out prompts.", ""]
-    rows = [
-        (
-            str(row["step"]),
-            number(row["mean"]),
-            f"{number(row['low'])} to {number(row['high'])}",
-            str(row["prompts"]),
-        )
-        for row in [*evaluations[:1], *evaluations[1:][-5:]]
-    ]
-    header = ["step", "mean reward at temperature 0", "95% interval", "held-out prompts"]
-    return ["## Evaluation", "", *_table(header, rows), ""]
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [" | ".join(map(_cell, line)) for line in [header, *rows]]
-    lines.insert(1, " | ".join("---" for _ in header))
-    return [f"| {line} |" for line in lines]
-
-
-def _cell(text: str) -> str:
-    """Text that a Markdown table holds as it is: names of rewards and data may be anything."""
-    return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", " ".join(text.split()))
+    for row in [*evaluations[:1], *evaluations[1:][-5:]]:
+        interval = f"[{number(row['low'])}, {number(row['high'])}]"
+        facts[f"held-out at step {row['step']}"] = f"{number(row['mean'])} {interval}"
+    return facts
 
 
 def _public(text: str) -> str:
-    """Text without the folders of absolute paths."""
-    return FOLDERS.sub("", text)
+    """One line without the folders of absolute paths, which a code block of Markdown holds as it
+    is."""
+    text = FOLDERS.sub("", text.replace(IN_MEMORY, "given in Python"))
+    return visible(text).replace("`", "'")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 from gruppo.integrity import read_json
@@ -19,7 +20,7 @@ class Panel:
     """One plot: file name, title, axis label, and its metrics with their legends.
 
     A metric may contain one ``*``, which any text may stand for: the legend is then that text, or
-    has it for ``{}``. A heatmap has a row for each metric, a histogram one for each count.
+    has it for ``{}``.
     """
 
     name: str
@@ -31,9 +32,7 @@ class Panel:
     band: str = ""
     """Standard deviation on both sides of the first metric."""
     style: str = "smoothed"
-    """smoothed, steps (as it is), heatmap or histogram."""
-    value: str = ""
-    """What the colors of a heatmap are."""
+    """smoothed, or steps: as it is."""
     least: int = 1
     """Metrics without which the panel shows nothing."""
     only_if_it_changes: bool = False
@@ -107,14 +106,7 @@ PANELS = (
         "correlation",
         {"reward_corr_within_group/*": ""},
     ),
-    Panel(
-        "group_sizes",
-        "Group sizes",
-        "rollouts per prompt",
-        {"group/size_*_count": ""},
-        style="histogram",
-        least=2,
-    ),
+    Panel("group_sizes", "Group sizes", "groups", {"group/size_*_count": "{} samples"}, least=2),
     Panel(
         "loss",
         "Loss",
@@ -165,15 +157,7 @@ PANELS = (
         {"epoch/*/kl_old_k3_nats": "epoch {}"},
     ),
     _setting("epochs", "Epochs before the KL limit", {"update/epochs_count": "epochs"}),
-    Panel(
-        "prompts",
-        "Reward by prompt",
-        "prompt",
-        {"prompt/reward_mean/*": ""},
-        style="heatmap",
-        value="mean reward",
-        least=2,
-    ),
+    Panel("prompts", "Reward by prompt", "mean reward", {"prompt/reward_mean/*": ""}, least=2),
     Panel(
         "reference",
         "Policy and reference",
@@ -215,24 +199,22 @@ PANELS = (
 
 def panels_of(metrics: Metrics) -> list[Panel]:
     """The panels that have something to show in these rows, with their metrics by full name."""
-    names = list(dict.fromkeys(name for row in metrics for name in row))
+    names = dict.fromkeys(name for row in metrics for name in row)
     shown = []
     for panel in PANELS:
         found: dict[str, str] = {}
         for pattern, legend in panel.metrics.items():
             found |= _matching(names, pattern, legend)
         values = [series(metrics, name)[1] for name in (*found, *list(panel.points)[:1])]
-        if not any(values) or (len(found) < panel.least and not panel.points):
-            continue
-        if panel.style == "heatmap" and len({v for row in values for v in row}) < 2:
-            continue  # one color shows nothing
-        if panel.only_if_it_changes and not any(len(set(row)) > 1 for row in values):
-            continue
-        shown.append(replace(panel, metrics=found))
+        is_shown = any(values) and (len(found) >= panel.least or panel.points)
+        if panel.only_if_it_changes:
+            is_shown = is_shown and any(len(set(row)) > 1 for row in values)
+        if is_shown:
+            shown.append(replace(panel, metrics=found))
     return shown
 
 
-def _matching(names: Sequence[str], pattern: str, legend: str) -> dict[str, str]:
+def _matching(names: Iterable[str], pattern: str, legend: str) -> dict[str, str]:
     """Logged metrics of a pattern with their legends: numbers in order, then words."""
     expression = re.escape(pattern).replace(r"\*", "(.+)") + "()"
     found = [match for name in names if (match := re.fullmatch(expression, name))]
@@ -246,14 +228,14 @@ def series(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
     return [int(row["step"]) for row in rows], [row[name] for row in rows]
 
 
-def stage_starts(run_dir: str | Path, metrics: Metrics) -> dict[int, str]:
+def stage_starts(run_dir: Path, metrics: Metrics) -> dict[int, str]:
     """First step of each stage after the first, with the stage's name, or its number."""
     names: dict[int, str] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):  # plots need no config
-        stages = read_json(Path(run_dir) / "config.json")["stages"]
+        stages = read_json(run_dir / "config.json")["stages"]
         names = {number: str(stage["name"]) for number, stage in enumerate(stages, start=1)}
-    steps, numbers = series(metrics, "stage/number")
-    changes = zip(steps[1:], numbers[1:], numbers, strict=False)
-    return {
-        step: names.get(int(now)) or str(int(now)) for step, now, before in changes if now != before
-    }
+    starts = dict[int, str]()
+    for (_, before), (step, now) in pairwise(zip(*series(metrics, "stage/number"), strict=True)):
+        if now != before:
+            starts[step] = names.get(int(now)) or str(int(now))
+    return starts

@@ -17,9 +17,7 @@ SMOOTHING = 0.1
 """Width of the window that smooths a curve, as a fraction of its values."""
 
 
-def plot_run(
-    run_dir: str | Path, *, note: Callable[[str], None] = lambda message: None
-) -> list[Path]:
+def plot_run(run_dir: Path, *, note: Callable[[str], None] = lambda message: None) -> list[Path]:
     """Write ``run_dir/plots/*.png`` and return the paths, the overview first.
 
     Without matplotlib there are no plots, and ``note`` receives the reason.
@@ -30,35 +28,32 @@ def plot_run(
         command = install_command("report")
         note(f"No plots were drawn: matplotlib is not installed. Install it with: {command}")
         return []
-    metrics, folder = read_metrics(run_dir), Path(run_dir) / "plots"
+    metrics, folder = read_metrics(run_dir), run_dir / "plots"
     panels, starts = panels_of(metrics), stage_starts(run_dir, metrics)
     if not panels:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     columns = min(len(panels), 4)
     rows = math.ceil(len(panels) / columns)
-    paths = [folder / f"{panel.name}.png" for panel in panels]
     overview = Figure(figsize=(4.4 * columns, 3.1 * rows), layout="constrained")
-    overview.suptitle(folder.absolute().parent.name)
-    for i, panel in enumerate(panels):
-        draw_panel(overview.add_subplot(rows, columns, i + 1), panel, metrics, starts)
+    overview.suptitle(run_dir.absolute().name)
+    paths = [folder / "overview.png"]
+    for i, panel in enumerate(panels, start=1):
+        draw_panel(overview.add_subplot(rows, columns, i), panel, metrics, starts)
         figure = Figure(figsize=(6.4, 4.0), layout="constrained")
         draw_panel(figure.subplots(), panel, metrics, starts)
-        figure.savefig(paths[i])
-    overview.savefig(folder / "overview.png")
-    return [folder / "overview.png", *paths]
+        paths.append(folder / f"{panel.name}.png")
+        figure.savefig(paths[-1])
+    overview.savefig(paths[0])
+    return paths
 
 
 def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, str]) -> None:
     """Draw one panel over the steps, with a line where a stage starts."""
     axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
-    is_table = panel.style in ("heatmap", "histogram")
-    if is_table:
-        _draw_table(axes, panel, metrics)
-    lines = {} if is_table else panel.metrics
     for name, legend in panel.points.items():
         axes.plot(*series(metrics, name), "o", label=legend)
-    for name, legend in lines.items():
+    for name, legend in panel.metrics.items():
         steps, values = series(metrics, name)
         if panel.style == "steps":
             axes.step(steps, values, where="post", label=legend)
@@ -66,7 +61,7 @@ def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, s
         smoothed = np.array(smooth(values))
         (line,) = axes.plot(steps, smoothed, label=legend)
         axes.plot(steps, values, color=line.get_color(), alpha=0.25)
-        band = series(metrics, panel.band)[1] if name in list(lines)[:1] else []
+        band = series(metrics, panel.band)[1] if name == next(iter(panel.metrics)) else []
         if len(band) == len(values):
             axes.fill_between(steps, smoothed - band, smoothed + band, alpha=0.15)
     if any(axes.get_legend_handles_labels()[1]):
@@ -74,16 +69,6 @@ def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, s
     for step, stage in starts.items():
         axes.axvline(step - 0.5, color="gray", linestyle="--", linewidth=0.9)
         axes.text(step - 0.5, 1, stage, transform=axes.get_xaxis_transform(), fontsize="small")
-
-
-def _draw_table(axes: Any, panel: Panel, metrics: Metrics) -> None:
-    """Draw a row for each metric, colored by its value."""
-    rows = [row for row in metrics if not row.keys().isdisjoint(panel.metrics)]
-    table = np.array([[row.get(name, math.nan) for row in rows] for name in panel.metrics])
-    places = range(len(table))
-    mesh = axes.pcolormesh([row["step"] for row in rows], places, table, shading="nearest")
-    axes.set_yticks(places, panel.metrics.values())
-    axes.figure.colorbar(mesh, ax=axes, label=panel.value)
 
 
 def smooth(values: list[float]) -> list[float]:

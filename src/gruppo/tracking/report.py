@@ -13,6 +13,7 @@ from rich.text import Text
 from gruppo.loading import counted
 from gruppo.tracking.files import read_metrics
 from gruppo.tracking.formatting import duration
+from gruppo.tracking.panels import series
 
 Z_95 = 1.959963984540054
 """97.5% quantile of the standard normal distribution."""
@@ -24,7 +25,6 @@ FILES = {
     "samples.jsonl": "samples shown, with rewards",
     "completions": "every completion with its rewards",
     "plots/overview.png": "plots of the metrics",
-    "images/before_after.png": "the same prompts before and after",
     "report.html": "curves, completions and findings on one page",
 }
 
@@ -47,7 +47,7 @@ def wilson_interval(successes: float, n: float) -> tuple[float, float]:
 
 
 def closing_lines(
-    run_dir: str | Path,
+    run_dir: Path,
     before: Mapping[str, Any] | None = None,
     after: Mapping[str, Any] | None = None,
     commands: Sequence[tuple[str, str]] = (),
@@ -59,7 +59,6 @@ def closing_lines(
     (a 95% interval), and ``parts``, the mean of each reward by name. The rest is read from the
     run's metrics. ``seconds`` is the time since the start, loading and evaluations included.
     """
-    run_dir = Path(run_dir)
     lines = [_summary(run_dir, seconds)]
     if before and after:
         lines.append(Text(f"held-out reward, {after.get('prompts', '?')} prompts:"))
@@ -87,8 +86,7 @@ def _summary(run_dir: Path, seconds: float) -> Text:
     text = f": {counted(len(steps), 'step')} in {duration(in_steps)}"
     if seconds > in_steps:  # not if the run was resumed: its first steps were before
         text += f", {duration(seconds)} with loading, evaluation and saving"
-    rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
-    rewards = [reward for reward in rewards if math.isfinite(reward)][-LAST_STEPS:]
+    rewards = series(steps, "reward/mean")[1][-LAST_STEPS:]
     if rewards:
         last = "last step" if len(rewards) == 1 else f"last {len(rewards)} steps"
         text += f"; reward {sum(rewards) / len(rewards):.3f} over the {last}"

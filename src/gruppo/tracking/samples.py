@@ -16,13 +16,13 @@ from gruppo.loading import install_command
 from gruppo.protocols import Tracker
 from gruppo.tracking.files import append_lines, cut_lines, to_json
 from gruppo.tracking.formatting import ARRAYS, shape_text
-from gruppo.tracking.images import is_image, make_sheet
+from gruppo.tracking.images import has_pixels, is_image, make_sheet
 
 log = logging.getLogger("gruppo")
 
 Row = Mapping[str, Any]
 
-FOLDER, BEFORE_AFTER = "images", "before_after.png"
+FOLDER = "images"
 MAX_IMAGES = 96
 """Images of a sheet."""
 FIELDS = ("prompt", "image", "completion", "target")
@@ -43,8 +43,8 @@ class SamplesFile(Tracker):
     Pillow's ``crop``. What cannot be drawn is named, and no row is lost.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
-        self.run_dir, self._path = Path(run_dir), Path(run_dir) / "samples.jsonl"
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self._path = run_dir, run_dir / "samples.jsonl"
         self._warned: set[str] = set()
         cut_lines(self._path)
 
@@ -61,57 +61,34 @@ class SamplesFile(Tracker):
                 self._warn_once(f"images cannot be drawn: {type(error).__name__}: {error}")
         for row in placed:  # images that are on no sheet are named, without their pixels
             for name, value in row.items():
-                if isinstance(value, ARRAYS) and (is_image(value) or name == "completion"):
-                    row[name] = shape_text(value)
+                if has_pixels(value) and (is_image(value) or name == "completion"):
+                    is_array = isinstance(value, ARRAYS)
+                    row[name] = shape_text(value) if is_array else type(value).__name__
                     if not is_image(value):
                         self._warn_once(f"""{row[name]} is not an image, which has floats [C, H, W]
                             with 1 or 3 channels: it is not drawn.""")
-                elif is_image(value):
-                    row[name] = type(value).__name__
         append_lines(self._path, [{"step": step} | to_json(row) for row in placed])
 
     def cut(self, step: int) -> None:
         """Keep the samples and sheets up to ``step``, before a resumed run continues."""
         cut_lines(self._path, step)
-        for path in sorted((self.run_dir / FOLDER).glob("*")):
+        for path in (self.run_dir / FOLDER).glob("*"):
             match = re.fullmatch(r"(?:step|eval)_(\d+)\.png", path.name)
             if match and int(match[1]) > step:
                 path.unlink()
-        self._compare_evaluations()
 
     def _draw(self, name: str, rows: Sequence[dict[str, Any]]) -> None:
         """Write the sheet, and replace the images of the rows by their places on it."""
-        images: dict[int, Any] = {}  # a prompt and its target are shared by their samples
-        for row in rows:
-            for field in FIELDS:
-                if is_image(row.get(field)) and len(images) < MAX_IMAGES:
-                    images[id(row[field])] = row[field]
+        cells = [(row, field) for row in rows for field in FIELDS if is_image(row.get(field))]
+        images = {id(row[field]): row[field] for row, field in cells}  # samples share their prompt
         if not images:
             return
-        sheet, boxes = make_sheet(list(images.values()))
+        sheet, boxes = make_sheet(list(images.values())[:MAX_IMAGES])
         save_png(self.run_dir / name, sheet)
-        places = dict(zip(images, boxes, strict=True))
-        for row in rows:
-            for field in FIELDS:
-                if id(row.get(field)) in places:
-                    row[field] = {"file": name, "box": list(places[id(row[field])])}
-        if name.startswith(f"{FOLDER}/eval"):
-            self._compare_evaluations()
-
-    def _compare_evaluations(self) -> None:
-        """Put the first evaluation's sheet above the last one's; delete the file without two."""
-        path = self.run_dir / FOLDER / BEFORE_AFTER
-        sheets = sorted((self.run_dir / FOLDER).glob("eval_*.png"))
-        if len(sheets) < 2:
-            return path.unlink(missing_ok=True)
-        from PIL import Image
-
-        with Image.open(sheets[0]) as before, Image.open(sheets[-1]) as after:
-            size = max(before.width, after.width), before.height + after.height
-            both = Image.new("RGB", size, "white")
-            both.paste(before, (0, 0))
-            both.paste(after, (0, before.height))
-        save_png(path, both)
+        places = dict(zip(images, boxes, strict=False))
+        for row, field in cells:
+            if box := places.get(id(row[field])):
+                row[field] = {"file": name, "box": list(box)}
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

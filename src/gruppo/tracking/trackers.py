@@ -6,16 +6,15 @@ continues without it, and the files in its folder hold everything.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from gruppo.config.schema import Config
 from gruppo.integrity import read_json, replace_file
 from gruppo.loading import import_extra, install_command, load_object
 from gruppo.protocols import Tracker
+from gruppo.timeouts import CallError, call_with_timeout
 from gruppo.tracking.formatting import as_text
 from gruppo.tracking.images import has_pixels
 from gruppo.tracking.samples import sheet_name
@@ -40,8 +40,9 @@ METHODS = ("log", "log_samples", "close")
 CLOSE_S = 60.0
 """Seconds that a tracker may take to send what is pending."""
 COLUMNS = ("reward", "prompt", "completion", "target")
-FIELDS = (*COLUMNS, "parts", "extra", "failures")
-"""Columns of a table of text samples; the first four are always there."""
+"""Columns of a table of text samples."""
+
+Settings = dict[str, Any]
 
 
 def check(names: Sequence[str]) -> None:
@@ -54,20 +55,13 @@ def check(names: Sequence[str]) -> None:
         elif name not in TRACKERS:
             raise GruppoError(f"""unknown tracker {name!r}. Available: {", ".join(TRACKERS)}; for
                 your own class write path/to/file.py:Class.""")
-        elif not _is_installed(name):
+        elif find_spec(name) is None:
             raise GruppoError(f"""--track {name} needs the package "{name}", which is not
                 installed; run: {install_command("track")}""")
 
 
-def _is_installed(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ValueError:  # a module without a __spec__
-        return False
-
-
 def _check_methods(name: str, made: Any) -> None:
-    """Refuse what is not a tracker, nor a function that returns one."""
+    """Refuse anything but a tracker, or a function that returns one."""
     missing = [method for method in METHODS if not callable(getattr(made, method, None))]
     if missing and (isinstance(made, type) or not callable(made)):
         raise GruppoError(f"""the tracker {name} has no {" and no ".join(missing)}; it needs
@@ -91,15 +85,12 @@ def open_trackers(
 def guarded(track: Sequence[Any]) -> list[Tracker]:
     """Check trackers that are Python objects, and guard them."""
     for one in track:
-        if isinstance(one, type):
-            raise GruppoError(f"""the tracker {one.__name__} is a class that cannot be imported by
-                name; pass an object.""")
         _check_methods(type(one).__name__, one)
     return [GuardedTracker(type(one).__name__, partial(lambda one: one, one)) for one in track]
 
 
-def settings(config: Config) -> dict[str, Any]:
-    """The options of a config by dotted name, as numbers, texts or booleans."""
+def settings(config: Config) -> Settings:
+    """The options of a config by dotted name, as numbers, strings or booleans."""
     values = {name: option.value for name, option in options(config).items()}
     return {
         name: value if isinstance(value, bool | int | float | str) else option_text(value)
@@ -119,32 +110,27 @@ class GuardedTracker:
         if self._tracker is not None and not self._has_failed:
             # some cannot send tensors or NumPy scalars
             numbers = {name: float(value) for name, value in metrics.items()}
-            self._call("failed", self._tracker.log, step, numbers)
+            self._call("failed", partial(self._tracker.log, step, numbers))
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._tracker is not None and not self._has_failed:
-            self._call("failed", self._tracker.log_samples, step, rows)
+            self._call("failed", partial(self._tracker.log_samples, step, rows))
 
     def close(self) -> None:
         """Let it send what is pending, for at most ``CLOSE_S``. May be called twice."""
         tracker, self._tracker = self._tracker, None
-        if tracker is None:
-            return
-        # in a daemon thread, so that a network that hangs does not keep the run from its end
-        arguments = ("could not be closed", tracker.close)
-        closing = threading.Thread(target=self._call, args=arguments, daemon=True)
-        closing.start()
-        closing.join(CLOSE_S)
-        if closing.is_alive():
-            text = "the tracker %s has not closed within %g s; the run does not wait for it."
-            log.warning(text, self.name, CLOSE_S)
+        if tracker is not None:
+            close = partial(call_with_timeout, tracker.close, CLOSE_S)
+            self._call("could not be closed", close)
 
-    def _call(self, problem: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, problem: str, function: Callable[[], Any]) -> Any:
         try:
-            return function(*arguments)
+            return function()
         except (Exception, SystemExit) as error:  # SystemExit: it must not end the run either
             if not self._has_failed:
-                reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                reason = str(error).strip().partition("\n")[0]
+                if not isinstance(error, CallError):
+                    reason = f"{type(error).__name__}: {reason}"
                 text = "the tracker %s %s and is not used any more: %s. The run continues; "
                 text += "metrics.jsonl and samples.jsonl hold everything."
                 log.warning(text, self.name, problem, reason)
@@ -158,19 +144,16 @@ class TensorBoard:
     """Event files in ``RUN/tensorboard``. A resumed run continues them, and hides what came after
     its checkpoint."""
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> None:
+    def __init__(self, run_dir: Path, settings: Settings, from_step: int | None) -> None:
         import_extra("tensorboard", "track", "--track tensorboard")
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         self._run_dir, folder = run_dir, run_dir / "tensorboard"
         is_new = not folder.is_dir()
         # events are only ever appended
-        purge = None if is_new else 0 if from_step is None else from_step + 1
+        purge = None if is_new else (-1 if from_step is None else from_step) + 1
         self._writer = SummaryWriter(str(folder), purge_step=purge)
         if is_new:
-            for summary in hparams(dict(settings), {}):
-                self._writer._get_file_writer().add_summary(summary)
             self._writer.add_text("config", _markdown(("setting", "value"), *settings.items()), 0)
         self._writer.flush()
 
@@ -180,10 +163,10 @@ class TensorBoard:
         self._writer.flush()
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        for tag, texts, sheet in _samples(self._run_dir, step, rows):
-            if texts:
-                self._writer.add_text(tag, _markdown(*texts), step)
-            if sheet:
+        for tag, table, sheet in _samples(self._run_dir, step, rows):
+            if table:
+                self._writer.add_text(tag, _markdown(COLUMNS, *table), step)
+            if sheet.is_file():
                 from PIL import Image
 
                 with Image.open(sheet) as image:
@@ -208,10 +191,10 @@ class HostedTracker:
         self.send(step, dict(metrics))
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        for tag, texts, sheet in _samples(self.run_dir, step, rows):
-            if texts:
-                self.send(step, {tag: self.package.Table(columns=texts[0], data=texts[1:])})
-            if sheet:
+        for tag, table, sheet in _samples(self.run_dir, step, rows):
+            if table:
+                self.send(step, {tag: self.package.Table(columns=list(COLUMNS), data=table)})
+            if sheet.is_file():
                 self.send(step, {f"{tag}_sheet": self.package.Image(str(sheet))})
 
     def close(self) -> None:
@@ -219,7 +202,7 @@ class HostedTracker:
             self.run.finish()
 
 
-def open_wandb(run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> Tracker:
+def open_wandb(run_dir: Path, settings: Settings, from_step: int | None) -> Tracker:
     """A run of the project gruppo. ``WANDB_MODE``, ``WANDB_PROJECT`` and so on apply; without a key
     it is offline."""
     wandb = import_extra("wandb", "track", "--track wandb")
@@ -233,15 +216,9 @@ def open_wandb(run_dir: Path, settings: Mapping[str, Any], from_step: int | None
         id=_tracker_ids(run_dir).get("wandb"),
         resume="allow",
         dir=str(run_dir),
-        config=dict(settings),
+        config=settings,
         mode=mode,
-        settings=wandb.Settings(
-            silent=True,
-            console="off",
-            init_timeout=30.0,
-            login_timeout=10.0,
-            finish_timeout=CLOSE_S - 10,
-        ),
+        settings=wandb.Settings(silent=True, console="off", finish_timeout=CLOSE_S - 10),
     )
     _tracker_ids(run_dir, wandb=run.id)
     # The step is a column of its own, so that rows which a resumed run repeats are drawn over the
@@ -251,7 +228,7 @@ def open_wandb(run_dir: Path, settings: Mapping[str, Any], from_step: int | None
     return HostedTracker(wandb, run, run_dir, lambda step, row: run.log({"step": step, **row}))
 
 
-def open_trackio(run_dir: Path, settings: Mapping[str, Any], from_step: int | None) -> Tracker:
+def open_trackio(run_dir: Path, settings: Settings, from_step: int | None) -> Tracker:
     """A run of the local project gruppo; ``trackio show --project gruppo`` opens it."""
     trackio = import_extra("trackio", "track", "--track trackio")
     name = _tracker_ids(run_dir).get("trackio")
@@ -259,7 +236,7 @@ def open_trackio(run_dir: Path, settings: Mapping[str, Any], from_step: int | No
         run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=name or run_dir.name,
-            config=dict(settings),
+            config=settings,
             resume="allow" if name else "never",  # another run of this name may be in the project
             embed=False,
         )
@@ -268,7 +245,7 @@ def open_trackio(run_dir: Path, settings: Mapping[str, Any], from_step: int | No
 
 
 def _tracker_ids(run_dir: Path, **opened: str) -> dict[str, str]:
-    """Ids of the run in its trackers, by which a resume continues it; saved where one was
+    """Ids of the run in its trackers, by which a resume continues it; saved when one was
     opened."""
     path, ids = run_dir / STATE_FILE, dict[str, str]()
     with suppress(OSError, ValueError, TypeError):
@@ -278,8 +255,7 @@ def _tracker_ids(run_dir: Path, **opened: str) -> dict[str, str]:
     return ids
 
 
-Opener = Callable[[Path, Mapping[str, Any], int | None], Tracker]
-TRACKERS: Mapping[str, Opener] = {
+TRACKERS: Mapping[str, Callable[[Path, Settings, int | None], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": open_wandb,
     "trackio": open_trackio,
@@ -292,18 +268,15 @@ TRACKERS: Mapping[str, Opener] = {
 
 def _samples(
     run_dir: Path, step: int, rows: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, list[list[Any]], Path | None]]:
-    """Training and held-out samples: a tag, a table of those with text, its header first, and the
-    sheet of images."""
+) -> Iterator[tuple[str, list[list[Any]], Path]]:
+    """Training and held-out samples: a tag, a table of those with text, and the sheet of images,
+    which may not be there."""
     for tag, is_held_out in {"samples": False, "held_out": True}.items():
         tagged = [row for row in rows if bool(row.get("held_out")) == is_held_out]
         texts = [row for row in tagged if not has_pixels(row.get("completion"))]
-        columns = [name for name in FIELDS if name in COLUMNS or any(name in row for row in texts)]
-        table: list[list[Any]] = [list(columns)]
-        table += ([_cell(name, row.get(name)) for name in columns] for row in texts)
-        sheet = run_dir / sheet_name(step, is_held_out)
         if tagged:
-            yield tag, table if texts else [], sheet if sheet.is_file() else None
+            table = [[_cell(name, row.get(name)) for name in COLUMNS] for row in texts]
+            yield tag, table, run_dir / sheet_name(step, is_held_out)
 
 
 def _cell(name: str, value: Any) -> float | str:
@@ -311,9 +284,7 @@ def _cell(name: str, value: Any) -> float | str:
     if name == "reward":
         return float("nan") if value is None else float(value)
     if value is None or isinstance(value, str):
-        return value or ""  # a text as it is, with its line ends
-    if isinstance(value, Mapping) or name == "failures":
-        return json.dumps(value, ensure_ascii=False, default=str)
+        return value or ""  # a string as it is, with its line ends
     return as_text(value)
 
 

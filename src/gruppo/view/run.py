@@ -41,7 +41,7 @@ NEWEST = 10**15
 """A step after all others."""
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})\b')
 _FILE = re.compile(r"step_(\d{1,15})\.jsonl\.gz")
-_SHEET = re.compile(r"(step|eval)_\d+\.png|before_after\.png")
+_SHEET = re.compile(r"(step|eval)_\d+\.png")
 
 
 class RunView:
