@@ -42,11 +42,6 @@ def model_card(
     """
     config = serialization.load(run_dir / "config.json")
     began = base or config.model
-    header = [f"license: {license}"] if license else []
-    header += [f"base_model: {base}"] if base else []
-    for library, task in [pair for file, pair in LIBRARIES.items() if (model / file).is_file()][:1]:
-        header += [f"library_name: {library}", f"pipeline_tag: {task}"]
-    header += ["tags:", "- gruppo", "- reinforcement-learning"]
     facts = {
         "model": began,
         "weights": "of the last step" if step is None else f"of step {step}, the best one",
@@ -62,13 +57,24 @@ def model_card(
         action="token" if config.modality is None else "action",
     )
     lines = [
-        *("---", *header, "---", "", f"# {_public(model.name)}", ""),
+        *_front_matter(model, base, license),
+        f"# {_public(model.name)}\n",
         "Trained by reinforcement learning with gruppo. Rewards are means, with 95% intervals.\n",
         *("```", *(f"{name:{width}}  {_public(text)}" for name, text in facts.items())),
         *("", *objective, "```", ""),
         f"![Metrics of training]({picture})\n" if picture else "",
     ]
     return "\n".join(lines)
+
+
+def _front_matter(model: Path, base: str, license: str) -> list[str]:
+    """What the hub reads: license, base model, library and tags."""
+    lines = ["---"]
+    lines += [f"license: {license}"] if license else []
+    lines += [f"base_model: {base}"] if base else []
+    for library, task in [pair for file, pair in LIBRARIES.items() if (model / file).is_file()][:1]:
+        lines += [f"library_name: {library}", f"pipeline_tag: {task}"]
+    return [*lines, "tags:", "- gruppo", "- reinforcement-learning", "---", ""]
 
 
 def _facts(run_dir: Path, config: Config) -> dict[str, str]:
