@@ -143,7 +143,7 @@ class EnvironmentClass:
             functions = inspect.getmembers(self.type, predicate=inspect.isfunction)
             names = [name for name, _ in functions if name not in own and name[0] != "_"]
             return [tool_schema(self._bound(name), f"tool of {self._what},") for name in names]
-        tools = getattr(example, "tools", None)
+        tools: Any = getattr(example, "tools", None)
         is_list = isinstance(tools, list | tuple)
         if not is_list or not all("name" in tool.get("function", ()) for tool in tools):
             raise GruppoError(f"""{self._what} has call_tool, and its attribute tools is

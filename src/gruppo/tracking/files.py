@@ -172,6 +172,7 @@ class MetricsFile(Tracker):
 
     def __init__(self, run_dir: Path) -> None:
         self._path, self._csv = run_dir / "metrics.jsonl", run_dir / "metrics.csv"
+        self._last: dict[str, Any] = {}
         self.cut()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -187,7 +188,7 @@ class MetricsFile(Tracker):
     def cut(self, step: int | None = None) -> None:
         """Keep the steps up to ``step``, before a resumed run continues."""
         cut_lines(self._path, step)
-        self._last: dict[str, Any] = (read_lines(self._path) or [{}])[-1]
+        self._last = (read_lines(self._path) or [{}])[-1]
 
     def close(self) -> None:
         """Write ``metrics.csv``."""
