@@ -181,7 +181,7 @@ def adapted(
         inject, rank=rank, alpha=2.0 * rank, targets=targets, seed=0, base="tiny"
     )
     module = probed_once("Llama", tie_word_embeddings=True, **changes)
-    policy = from_transformers(module, bpe_tokenizer(), compute=compute, chunk=1024, adapt=adapt)
+    policy = from_transformers(module, bpe_tokenizer(), compute=compute, adapt=adapt)
     return with_random_adapter(policy)
 
 
@@ -203,7 +203,7 @@ def four_bit(*, compute: Any = "float32") -> TextPolicy:
     """An adapter on a base in 4 bits, which needs bitsandbytes."""
     adapt = functools.partial(inject, rank=3, alpha=6.0, seed=0, base="tiny")
     return with_random_adapter(
-        from_pretrained(wide_folder(), compute=compute, chunk=1024, adapt=adapt, load_in_4bit=True)
+        from_pretrained(wide_folder(), compute=compute, adapt=adapt, load_in_4bit=True)
     )
 
 
@@ -262,17 +262,14 @@ def gemma2(**changes: Any) -> TextPolicy:
     return of("Gemma2", **({"sliding_window": 6} | caps | changes))
 
 
-def of(kind: str, *, compute: Any = "float32", chunk: int = 1024, **changes: Any) -> TextPolicy:
+def of(kind: str, *, compute: Any = "float32", **changes: Any) -> TextPolicy:
     """The policy of a tiny Hugging Face model."""
-    return from_transformers(
-        probed_once(kind, **changes), bpe_tokenizer(), compute=compute, chunk=chunk
-    )
+    return from_transformers(probed_once(kind, **changes), bpe_tokenizer(), compute=compute)
 
 
 POLICIES: list[Callable[..., TextPolicy]] = [plain, llama, adapted, gpt2, qwen2, mistral, gemma2]
 """What every metamorphic test runs over: a new policy joins by one more name here."""
 HUGGING_FACE = [llama, gpt2, qwen2, mistral, gemma2]
-PACKING = [llama, adapted, gpt2, qwen2]
 STREAMING = [llama, adapted, biased_llama, qwen2, qwen3, wide_mistral]
 """Their layers can be run one by one."""
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gruppo.core.advantages import group_advantages
 from gruppo.core.loss import LossInputs, policy_loss
 from gruppo.core.objective import GRPO, PPO, PRESETS, Objective
-from gruppo.core.returns import gae, place_score, returns_to_go, whiten
+from gruppo.core.returns import gae
 from gruppo.core.weights import loss_total, loss_weights
 from gruppo.types import GruppoError, Likelihood, Stat
 
@@ -43,12 +43,8 @@ class _PolicyLoss(nn.Module):
     def __init__(self, objective: Objective, **coefficients: float) -> None:
         super().__init__()
         self.objective = objective
-        for name, value in coefficients.items():  # written so that NaN fails
-            if not 0 <= value < math.inf:
-                raise GruppoError(
-                    f"{name}={value} is out of range; it needs a finite number from 0. Use 0 for "
-                    f"none."
-                )
+        for name, value in coefficients.items():
+            _check_range(name, value, math.inf)
             setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, ""]:
@@ -70,7 +66,6 @@ class _PolicyLoss(nn.Module):
             loss_mask, average=average, max_length=self.max_length or 1, group_ids=group_ids
         )
         weights = loss_weights(loss_mask, average=average, total=total, group_ids=group_ids)
-        # The denominator is that of this call alone.
         batch = LossInputs(loss_mask=loss_mask, weights=weights, **inputs)
         terms, stats = policy_loss(likelihood, batch, self.objective)
         weighted = {name: coefficients.get(name, 1) * term for name, term in terms.items()}
@@ -121,10 +116,12 @@ class GRPOLoss(_PolicyLoss):
                 f"average='constant' divides by max_length={max_length}. Set it to the longest "
                 f"rollout."
             )
-        running = {"running", "prompt"}
+        of_each_action = objective.credit != "outcome" or objective.kl_in == "reward"
         needs = {
             "values; use PPOLoss": objective.has_critic,
-            "statistics of earlier steps": bool(running & {objective.baseline, objective.scale}),
+            "statistics of earlier steps": {"running", "prompt"}
+            & {objective.baseline, objective.scale},
+            "credit of each action": of_each_action or objective.whiten or objective.adv_clip,
             "the sampler's log-probs": objective.correction != "none",
             "to know which rows were truncated": objective.mask_truncated or objective.overlong,
         }
@@ -167,42 +164,24 @@ class GRPOLoss(_PolicyLoss):
             raise GruppoError(
                 f"kl_beta={self.kl_beta:g} needs reference_logprobs. Pass them, or set kl_beta=0."
             )
-        # A failed reward is no reward of 0: its row is left out of the mean, as in training.
+        # A failed reward is not a reward of 0: its row is left out of the mean, as in training.
         is_scored = rewards.isfinite()
         loss_mask = mask & is_scored[:, None]
         old = policy_logprobs if old_policy_logprobs is None else old_policy_logprobs
-        old = old.detach().reshape(mask.shape)
         ref = None
         if reference_logprobs is not None:
-            ref = reference_logprobs.detach().reshape(mask.shape)
-
-        # Advantages; a KL in the reward is subtracted from the row's score, or from the reward of
-        # each action.
-        penalty = torch.zeros_like(old)
-        if o.kl_in == "reward" and ref is not None:
-            _check(old, loss_mask, is_finite=True, old_policy_logprobs=old, reference_logprobs=ref)
-            penalty = self.kl_beta * torch.where(loss_mask, old - ref, 0)
-        score = rewards - penalty.sum(dim=1) if o.credit == "outcome" else rewards
+            ref = Likelihood(reference_logprobs.detach().reshape(mask.shape))
         row, _ = group_advantages(
-            score, group_ids, baseline=o.baseline, scale=o.scale, eps=o.scale_eps
+            rewards, group_ids, baseline=o.baseline, scale=o.scale, eps=o.scale_eps
         )
-        if o.credit == "outcome":
-            advantages = torch.where(loss_mask, row[:, None], 0)
-        else:
-            advantages = returns_to_go(
-                place_score(row, loss_mask) - penalty, loss_mask, gamma=o.gamma
-            )
-        advantages = whiten(advantages, loss_mask) if o.whiten else advantages
-        advantages = advantages.clamp(-o.adv_clip, o.adv_clip) if o.adv_clip else advantages
-
         terms, stats = self._terms(
             Likelihood(policy_logprobs.reshape(mask.shape)),
             loss_mask,
             {"kl": self.kl_beta},
             group_ids,
-            advantages=advantages,
-            old_logprobs=old,
-            ref=None if ref is None else Likelihood(ref),
+            advantages=torch.where(loss_mask, row[:, None], 0),
+            old_logprobs=old.detach().reshape(mask.shape),
+            ref=ref,
         )
         own = {"reward": Stat.of(rewards, is_scored)}
         own["reward/unscored_frac"] = Stat.of((~is_scored).double())
@@ -234,13 +213,10 @@ def compute_gae(
             f"values have {values.shape[1]} columns for {rewards.shape[1]} rewards",
             advice="Pass values[:, :-1], and the last column as bootstrap=values[:, -1].",
         )
-    for name, value in {"gamma": gamma, "lam": lam}.items():
-        if not 0 <= value <= 1:
-            raise GruppoError(f"{name}={value} is out of range; it needs to be in [0, 1]")
+    _check_range("gamma", gamma, 1)
+    _check_range("lam", lam, 1)
     _check(rewards, mask, is_finite=True, rewards=rewards, values=values)
-    if bootstrap is not None:
-        every = torch.ones(len(rewards), dtype=torch.bool, device=rewards.device)
-        _check(rewards[:, 0], every, is_finite=True, bootstrap=bootstrap)
+    _check(rewards[:, 0], is_finite=True, bootstrap=bootstrap)
     with torch.no_grad():
         return gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=bootstrap)
 
@@ -301,33 +277,25 @@ class PPOLoss(_PolicyLoss):
                 f"value_clip={clip:g} needs old_values. Pass them, or set value_clip=0."
             )
         _check(policy_logprobs, mask, values=values, entropy=entropy, old_values=old_values)
-        _check(
-            policy_logprobs,
-            mask,
-            is_finite=True,
-            advantages=advantages,
-            old_policy_logprobs=old_policy_logprobs,
-            returns=returns,
-        )
+        stored = {
+            "advantages": advantages,
+            "old_policy_logprobs": old_policy_logprobs,
+            "returns": returns,
+        }
+        _check(policy_logprobs, mask, is_finite=True, **stored)
 
-        def columns(x: Tensor) -> Tensor:
-            return x[:, None] if x.ndim == 1 else x  # [batch] is one action per row
+        def columns(x: Tensor | None) -> Any:
+            return x[:, None] if x is not None and x.ndim == 1 else x  # [batch]: one action a row
 
-        def stored(x: Tensor) -> Tensor:
-            return columns(x).detach()
-
-        nats = None if entropy is None else columns(entropy)
-        likelihood = Likelihood(columns(policy_logprobs), nats, values=columns(values))
-        # core halves the square
-        coefficients = {"value": 2 * self.value_loss_coef, "entropy": -self.entropy_coef}
         return self._terms(
-            likelihood,
+            Likelihood(columns(policy_logprobs), columns(entropy), values=columns(values)),
             columns(mask),
-            coefficients,
-            advantages=stored(advantages),
-            old_logprobs=stored(old_policy_logprobs),
-            returns=stored(returns),
-            old_values=None if old_values is None else stored(old_values),
+            # core halves the square
+            {"value": 2 * self.value_loss_coef, "entropy": -self.entropy_coef},
+            advantages=columns(advantages.detach()),
+            old_logprobs=columns(old_policy_logprobs.detach()),
+            returns=columns(returns.detach()),
+            old_values=columns(None if old_values is None else old_values.detach()),
         )
 
 
@@ -358,6 +326,11 @@ def _rows(
     return rewards, group_ids.unique(return_inverse=True)[1], mask
 
 
+def _check_range(name: str, value: float, highest: float) -> None:
+    if not 0 <= value <= highest or math.isinf(value):  # written so that NaN fails
+        raise GruppoError(f"{name}={value} is out of range; it needs to be in [0, {highest}]")
+
+
 def _check(
     like: Tensor, mask: Tensor | None = None, *, is_finite: bool = False, **inputs: Tensor | None
 ) -> None:
@@ -367,10 +340,12 @@ def _check(
         raise GruppoError(
             f"mask is {mask.dtype}; it needs True where the policy chose. Use mask.bool()."
         )
-    counts = torch.ones_like(like, dtype=torch.bool) if mask is None else mask
     for name, x in {"mask": mask, **inputs}.items():
         if x is not None and x.shape != like.shape:
             raise GruppoError(f"{name} is {list(x.shape)} and needs to be {list(like.shape)}")
-        if x is not None and is_finite and name != "mask" and bool((counts & ~x.isfinite()).any()):
+        if x is None or not is_finite:
+            continue
+        is_wrong = ~x.isfinite() if mask is None else mask & ~x.isfinite()
+        if is_wrong.any():
             raise GruppoError(f"""{name} holds numbers that are not finite where mask is True. Leave
                 those rows out of the mask; a failed reward is not a reward of 0.""")

@@ -226,7 +226,6 @@ def trainer_bytes(work: Work, shape: ModelShape, gpus: int) -> float:
         shape.settings,
         math.ceil(work.longest),
         torch.bfloat16,
-        "stream",
         is_recomputed=config.optim.recompute == "layer",
     )
     return kept + gathered + row

@@ -1,17 +1,17 @@
-"""Differences between systems: file locks, syncing to disk, memory, processors, caches, a GPU that
-works, signals."""
+"""Differences between systems: file locks, syncing to disk, memory, processors, a GPU that works,
+signals."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import os
+import re
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -54,9 +54,8 @@ def sync_to_disk(path: Path) -> None:
     is_windows = os.name == "nt"
     if is_windows and path.is_dir():
         return
-    handle = os.open(
-        path, os.O_RDWR if is_windows else os.O_RDONLY
-    )  # Windows syncs no handle that cannot write
+    # Windows syncs no handle that cannot write
+    handle = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -65,40 +64,31 @@ def sync_to_disk(path: Path) -> None:
 
 def peak_memory_gib() -> float:
     """Peak resident memory of this process in GiB; NaN on Windows."""
-    if resource is not None:
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-    return math.nan
+    if resource is None:
+        return math.nan
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def free_bytes(device: torch.device, root: Path = Path("/")) -> int | None:
+def free_bytes(device: torch.device, root: Path = Path("/")) -> int:
     """Memory that can still be allocated: on the accelerator, or on this machine and in this
-    process's cgroups."""
+    process's cgroups (version 2)."""
+    import psutil
     import torch
 
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    limits, on_machine = list[int](), _numbers(root / "proc/meminfo")
-    if "MemAvailable:" in on_machine:
-        limits.append(1024 * (on_machine["MemAvailable:"] + on_machine.get("SwapFree:", 0)))
-    # the limit of each group (cgroups, version 2) less its use; pages of files can be dropped
-    lines = _read(root / "proc/self/cgroup").splitlines()
-    group = next((line[4:] for line in lines if line.startswith("0::/")), "")
+    limits = [psutil.virtual_memory().available + psutil.swap_memory().free]
+    group = _read(root / "proc/self/cgroup").partition("0::/")[2].partition("\n")[0]
     own = root / "sys/fs/cgroup" / group
+    # the limit of each group less its use; pages of files can be dropped
     for folder in (own, *own.parents):
         limit, used = (_read(folder / name).strip() for name in ("memory.max", "memory.current"))
         if limit.isdigit() and used.isdigit():  # "max" is no limit
-            stat = _numbers(folder / "memory.stat")
-            files = stat.get("inactive_file", 0) + stat.get("active_file", 0)
-            limits.append(max(int(limit) - int(used) + files, 0))
-    return min(limits, default=None)
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """First word to second, of lines such as ``MemFree: 17 kB``."""
-    rows = (line.split() for line in _read(path).splitlines())
-    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+            files = re.findall(r"^(?:in)?active_file (\d+)", _read(folder / "memory.stat"), re.M)
+            limits.append(max(int(limit) - int(used) + sum(map(int, files)), 0))
+    return min(limits)
 
 
 def _read(path: Path) -> str:
@@ -114,32 +104,28 @@ def usable_processors() -> int:
 
 
 def spin_briefly_beside_other_jobs() -> None:
-    """Let threads that wait for the next operation sleep early, where other jobs leave too few
+    """Let threads that wait for the next operation sleep early if other jobs leave too few
     processors for them all.
 
-    libgomp's threads spin for milliseconds before they sleep: the fastest way alone, but beside one
+    libgomp's threads spin for milliseconds before they sleep: the fastest way alone, but with one
     other job on two processors a step takes 47 s in place of 24 (docs/dev/performance.md). libgomp
     reads the variable when torch is imported; what the user has set stays.
     """
     jobs = Path("/proc/loadavg")
-    if (
-        "torch" in sys.modules
-        or {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ)
-        or not jobs.is_file()
-    ):
+    is_set = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ)
+    if "torch" in sys.modules or is_set or not jobs.is_file():
         return
-    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    threads = int(given) if given.isdecimal() else usable_processors()
-    # other threads of the machine that run or could run; of one moment, others than jobs are among
-    # them
-    running = []
-    for _ in range(5 if threads > 1 else 0):
-        running.append(int(jobs.read_text().split()[3].partition("/")[0]) - 1)
+    requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    threads = int(requested) if requested.isdecimal() else usable_processors()
+    if threads == 1:
+        return
+    others = []  # other threads of the machine that run; some do so for a moment only
+    for _ in range(5):
+        others.append(int(jobs.read_text().split()[3].partition("/")[0]) - 1)
         time.sleep(0.002)
-    if running and min(running) + threads > (os.cpu_count() or 1):
-        os.environ["GOMP_SPINCOUNT"] = (
-            "1000"  # libgomp's own number for more threads than processors
-        )
+    if min(others) + threads > (os.cpu_count() or 1):
+        # libgomp's own number for more threads than processors
+        os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 @cache
@@ -167,40 +153,17 @@ def usable_cuda() -> tuple[bool, str]:
     return False, (problem.splitlines() or [""])[0].rstrip(".")
 
 
-@cache
-def cache_bytes(root: Path = Path("/")) -> tuple[int, int]:
-    """Bytes of a core's second-level cache and of the last-level cache; 1 MiB and 8 MiB
-    where Linux does not tell them."""
-    levels = dict[int, int]()
-    for folder in root.glob("sys/devices/system/cpu/cpu0/cache/index*"):
-        with suppress(OSError, ValueError):
-            kind, level, size = (
-                (folder / name).read_text("utf-8").strip() for name in ("type", "level", "size")
-            )
-            if kind != "Instruction":
-                levels[int(level)] = int(size.rstrip("KM")) * {"K": 2**10, "M": 2**20}.get(
-                    size[-1], 1
-                )
-    known = {level: size for level, size in levels.items() if level > 1 and size > 0}
-    return known.get(2, 2**20), max(known.values(), default=2**23)
-
-
 def stop_signals() -> list[signal.Signals]:
     """Signals that stop a run, which is then saved; SIGHUP only if it is not ignored, as it is
     under nohup.
 
     Schedulers send SIGUSR1 before a time limit. Windows has only SIGTERM and SIGINT.
     """
-    known = [
-        getattr(signal, name)
-        for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
-        if hasattr(signal, name)
-    ]
-    return [
-        number
-        for number in known
-        if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN
-    ]
+    names = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"}
+    is_ignored = "SIGHUP" in dir(signal) and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    if is_ignored:
+        names.remove("SIGHUP")
+    return [number for number in signal.Signals if number.name in names]
 
 
 def ends_with_parent() -> Callable[[], None] | None:
@@ -216,42 +179,3 @@ def ends_with_parent() -> Callable[[], None] | None:
             os._exit(1)
 
     return request
-
-
-class _StreamFunctions(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("read", "write", "seek", "close")]
-
-
-@contextmanager
-def no_clean_exit(message: str, status: int) -> Iterator[None]:
-    """Within, C code that calls ``exit`` ends this process with ``message`` on standard error and
-    ``status``.
-
-    ``exit`` raises nothing in Python, but it flushes the streams of the C library. Two of them have
-    a buffered text and write functions that are ``write`` and ``_exit``. Without effect where the C
-    library cannot make them, as on macOS.
-    """
-    libc = ctypes.CDLL(None) if os.name == "posix" else None
-    if libc is None or not (hasattr(libc, "fopencookie") and hasattr(libc, "__fpurge")):
-        yield
-        return
-    libc.fopencookie.restype = ctypes.c_void_p
-    # The stream that was opened last is flushed first.
-    streams = list[ctypes.c_void_p]()
-    for argument, function in ((status, libc._exit), (2, libc.write)):
-        functions = _StreamFunctions(write=ctypes.cast(function, ctypes.c_void_p))
-        streams.append(
-            ctypes.c_void_p(libc.fopencookie(ctypes.c_void_p(argument), b"w", functions))
-        )
-        libc.fputs(message.encode()[:4000] + b"\n", streams[-1])  # less than a buffer
-
-    def purge() -> None:
-        while streams:
-            libc.__fpurge(streams[-1])
-            libc.fclose(streams.pop())
-
-    os.register_at_fork(after_in_child=purge)
-    try:
-        yield
-    finally:
-        purge()

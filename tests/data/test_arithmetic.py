@@ -22,12 +22,12 @@ def test_targets_are_the_exact_sums_and_differences():
 
 
 def test_the_prompt_is_a_question_and_the_beginning_of_its_answer():
-    source = arithmetic(7, 7, "-", seed=0, held_out_fraction=0)
-    (prompt,) = source.take(1)
+    (prompt,) = arithmetic(7, 7, seed=0, held_out_fraction=0).take(1)
+    assert prompt.id in ("7 + 7", "7 - 7")
     assert prompt.inputs == [
         {"role": "system", "content": ""},
-        {"role": "user", "content": "What is 7 - 7?"},
-        {"role": "assistant", "content": "7 - 7 ="},
+        {"role": "user", "content": f"What is {prompt.id}?"},
+        {"role": "assistant", "content": f"{prompt.id} ="},
     ]
 
 
@@ -38,12 +38,11 @@ def test_without_negatives_no_difference_is_below_zero_and_every_other_problem_i
 
 
 def test_problems_are_drawn_equally_often():
-    sampled = problems(arithmetic(0, 3, "+", seed=0, held_out_fraction=0).take(16_000))
+    sampled = problems(arithmetic(0, 3, seed=0, held_out_fraction=0).take(16_000))
     counts = [sampled.count(problem) for problem in set(sampled)]
-    assert len(counts) == 16
-    assert (
-        sum((c - 1000) ** 2 / 1000 for c in counts) < 44.3
-    )  # chi-square of 15 degrees, p = 0.0001
+    assert len(counts) == 32
+    # chi-square of 31 degrees, p = 0.0001
+    assert sum((c - 500) ** 2 / 500 for c in counts) < 68.0
 
 
 def test_a_range_too_wide_to_list_still_has_held_out_problems_that_are_never_drawn():
@@ -58,9 +57,6 @@ def test_a_range_too_wide_to_list_still_has_held_out_problems_that_are_never_dra
 def test_impossible_settings_are_refused():
     with pytest.raises(GruppoError, match="low=5, high=4"):
         arithmetic(5, 4, seed=0)
-    for operations in ("", "*", "+*", "++"):
-        with pytest.raises(GruppoError, match="operations"):
-            arithmetic(operations=operations, seed=0)
     with pytest.raises(DataError, match="all problems"):
         arithmetic(1, 1, seed=0, held_out_fraction=0.9999)
 
@@ -71,7 +67,7 @@ def test_a_source_without_held_out_problems_gives_none(fraction):
 
 
 def test_a_sum_and_its_mirror_image_are_on_the_same_side():
-    source = arithmetic(0, 20, "+", seed=0, held_out_fraction=0.4)
-    held = set(problems(source.held_out(1000)))
+    source = arithmetic(0, 20, seed=0, held_out_fraction=0.4)
+    held = {problem for problem in problems(source.held_out(1000)) if "+" in problem}
     assert len(held) > 100
     assert {f"{b} + {a}" for a, b in (problem.split(" + ") for problem in held)} == held

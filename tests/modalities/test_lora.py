@@ -50,7 +50,7 @@ def fresh(
     """A policy below an adapter that does nothing yet."""
     adapt = partial(inject, rank=rank, alpha=alpha, targets=targets, seed=seed, base=base)
     return from_transformers(
-        causal_lm(kind, **changes), bpe_tokenizer(), compute=compute, chunk=1024, adapt=adapt
+        causal_lm(kind, **changes), bpe_tokenizer(), compute=compute, adapt=adapt
     )
 
 

@@ -27,7 +27,7 @@ def test_working_memory_by_hand(tmp_path):
     )
 
 
-def test_logits_take_a_chunk_three_times_or_tiles_under_a_linear_head(tmp_path, monkeypatch):
+def test_logits_take_a_chunk_three_times_or_tiles_under_a_linear_head(tmp_path):
     """Of 100 rows two tiles hold all logits in float32, the gradient's columns as many again, and
     the kept ones too."""
     run, _ = build(tiny.config(tmp_path, rollout__top_k=5), Parts())
@@ -38,7 +38,6 @@ def test_logits_take_a_chunk_three_times_or_tiles_under_a_linear_head(tmp_path, 
         == 3 * 4 * run.policy.chunk * vocabulary
     )
     cpu = torch.device("cpu")
-    monkeypatch.setattr("gruppo.core.linear_head.cache_bytes", lambda: (2**20, 2**25))
     assert tile_bytes(100, vocabulary, 2, cpu) == (2 * 4 + 2 + 2) * 100 * vocabulary
     assert tile_bytes(10000, 10000, 2, cpu) == 2 * 4 * 256 * 4096 + 2 * 10000 * 4096 + KEPT_ON_CPU
 
@@ -53,8 +52,10 @@ def test_what_a_token_keeps_of_a_smollm2_in_bfloat16_is_near_what_autograd_was_s
         num_attention_heads=9,
         num_key_value_heads=3,
     )
-    assert activations(smollm2, 1, torch.bfloat16, "stream") == pytest.approx(0.401e6, rel=0.05)
-    assert activations(smollm2, 1, torch.bfloat16, "packed") == pytest.approx(0.949e6, rel=0.05)
+    assert activations(smollm2, 1, torch.bfloat16) == pytest.approx(0.401e6, rel=0.05)
+    assert activations(smollm2, 1, torch.bfloat16, is_padded=True) == pytest.approx(
+        0.949e6, rel=0.05
+    )
 
 
 def explained(tmp_path, **changes) -> str:

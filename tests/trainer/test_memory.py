@@ -34,39 +34,29 @@ CPU = torch.device("cpu")
 # --- what is free ---------------------------------------------------------------------------------
 
 
-def machine(root: Path, **files: str) -> Path:
-    """A root folder with these files; two underscores for a slash, so that /proc/meminfo is
-    ``proc__meminfo``."""
-    for name, text in files.items():
-        path = root / name.replace("__", "/").replace("DOT", ".")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A root folder with these files; two underscores for a slash, so that /proc/self/cgroup is
+    ``proc__self__cgroup``. The machine has 9 GB, and 7 kB of swap."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=9_000_000_000))
+    monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(free=7_000))
+
+    def write(**files: str) -> Path:
+        for name, text in files.items():
+            path = tmp_path / name.replace("__", "/").replace("DOT", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path
+
+    return write
 
 
-MEMINFO = (
-    "MemTotal:       24000000 kB\nMemAvailable:    9000000 kB\nSwapTotal: 10 kB\nSwapFree:  "
-    "{swap} kB\n"
-)
+def test_without_control_groups_it_is_what_the_machine_has_available_with_its_swap(machine):
+    assert free_bytes(CPU, machine()) == 9_000_007_000
 
 
-def test_without_control_groups_it_is_what_the_machine_has_available_with_its_swap(tmp_path):
-    assert (
-        free_bytes(CPU, machine(tmp_path, proc__meminfo=MEMINFO.format(swap=0))) == 9_000_000 * 1024
-    )
-    assert (
-        free_bytes(CPU, machine(tmp_path, proc__meminfo=MEMINFO.format(swap=7))) == 9_000_007 * 1024
-    )
-
-
-def test_where_nothing_can_be_read_nothing_is_known(tmp_path):
-    assert free_bytes(CPU, tmp_path) is None
-
-
-def test_in_a_group_of_version_2_it_is_the_limit_less_the_use_without_pages_of_files(tmp_path):
+def test_in_a_group_of_version_2_it_is_the_limit_less_the_use_without_pages_of_files(machine):
     root = machine(
-        tmp_path,
-        proc__meminfo=MEMINFO.format(swap=0),
         proc__self__cgroup="0::/pod/box\n",
         sys__fs__cgroup__pod__box__memoryDOTmax="4000000000\n",
         sys__fs__cgroup__pod__box__memoryDOTcurrent="1500000000\n",
@@ -75,17 +65,15 @@ def test_in_a_group_of_version_2_it_is_the_limit_less_the_use_without_pages_of_f
     )
     assert free_bytes(CPU, root) == 4_000_000_000 - 1_500_000_000 + 500_000_000
     machine(
-        root,
         sys__fs__cgroup__pod__memoryDOTmax="900\n",
         sys__fs__cgroup__pod__memoryDOTcurrent="600\n",
     )
     assert free_bytes(CPU, root) == 300  # a group is within the one above it
     machine(
-        root,
         sys__fs__cgroup__pod__memoryDOTmax="max\n",
         sys__fs__cgroup__pod__box__memoryDOTmax="max\n",
     )
-    assert free_bytes(CPU, root) == 9_000_000 * 1024
+    assert free_bytes(CPU, root) == 9_000_007_000
 
 
 # --- the budget -----------------------------------------------------------------------------------

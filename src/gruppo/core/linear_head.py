@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gruppo.core.compiled import Compiled
-from gruppo.platforms import cache_bytes
 
 EntropyMode = Literal["none", "value", "gradient"]
 """Whether the entropy is computed, and whether it can be differentiated."""
@@ -22,9 +21,6 @@ next.
 The columns decide how sums are rounded, so they are the same on all machines; the rows change no
 bit.
 """
-LEAST_ROWS = 64
-"""Rows below which the products of a tile are slower: the head takes 1.2 times as long at 64, and
-1.45 times at 32."""
 KEPT_ON_CPU = 2**26
 """Bytes of logits that a CPU keeps for the backward pass, which computes the others again: a fourth
 of its products."""
@@ -91,14 +87,7 @@ def linear_categorical(
 
 
 def _tile_shape(device: torch.device) -> tuple[int, int]:
-    """Rows and columns of a tile. A CPU's has fewer rows where 10 bytes for each logit are more
-    than half its cache."""
-    if device.type != "cpu":
-        return TILE
-    rows, columns = TILE_ON_CPU
-    while rows > LEAST_ROWS and 10 * rows * columns > cache_bytes()[1] // 2:
-        rows //= 2
-    return rows, columns
+    return TILE_ON_CPU if device.type == "cpu" else TILE
 
 
 def tile_bytes(rows: int, vocabulary: int, width: int, device: torch.device) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from functools import cache, lru_cache, partial
@@ -15,16 +14,14 @@ from gruppo.seeds import seed_at
 from gruppo.types import DataError, GruppoError, Prompt
 
 INSTRUCTION = "Give your final answer inside <answer></answer>."
-HASH_DEPENDENT = frozenset(
-    {
-        "isomorphic_strings",
-        "knight_swap",
-        "list_functions",
-        "polynomial_multiplication",
-        "ransom_note",
-        "word_ladder",
-    }
-)
+HASH_DEPENDENT = [
+    "isomorphic_strings",
+    "knight_swap",
+    "list_functions",
+    "polynomial_multiplication",
+    "ransom_note",
+    "word_ladder",
+]
 """Tasks of reasoning-gym 0.1.25 that iterate over sets: their entries change with the process's
 hash seed."""
 
@@ -55,36 +52,30 @@ def reasoning_gym(
             repeated or resumed; set the environment variable PYTHONHASHSEED=0 and start again, or
             choose another task.""")
 
-    make = lru_cache(maxsize=2)(
-        partial(package.create_dataset, task, **task_options, size=size_per_epoch)
-    )
+    # two data sets are kept: of the epoch and of evaluations
+    make = lru_cache(2)(partial(package.create_dataset, task, **task_options, size=size_per_epoch))
 
-    def entry_at(dataset_seed: int, index: int) -> dict[str, Any]:
+    def entry_at(index: int, *address: Any) -> dict[str, Any]:
         try:
-            # two are kept: of the epoch and of evaluations. 31 bits of the seed: NumPy's
-            # RandomState takes at most 32
-            entries = make(seed=dataset_seed >> 32)
-        except (TypeError, ValueError, AssertionError) as problem:
-            fields = [f.name for f in dataclasses.fields(tasks[task][1])]
-            raise GruppoError(f"""{name} refuses its options {task_options} ({problem}); its options
-                are {", ".join(fields)}.""") from problem
-        try:
-            return entries[index]
+            # 31 bits of the seed: NumPy's RandomState takes at most 32
+            return make(seed=seed_at(*address) >> 32)[index]
         except Exception as problem:
-            raise DataError(f"""{name} could not make entry {index} ({type(problem).__name__}:
-                {problem}); pass a smaller size_per_epoch or other task options.""") from problem
+            raise DataError(f"""{name} with the options {task_options} could not make entry {index}
+                ({type(problem).__name__}: {problem}); pass a smaller size_per_epoch or other task
+                options.""") from problem
 
     @cache
     def evaluation_entry(index: int) -> dict[str, Any]:
-        return entry_at(seed_at("reasoning_gym", "held_out", task), index)
+        return entry_at(index, "reasoning_gym", "held_out", task)
 
     def held_out_items() -> Iterator[tuple[int, dict[str, Any]]]:
         """Number and entry of each different question of the evaluation."""
         questions: set[str] = set()
         for index in range(size_per_epoch if held_out_fraction else 0):
             entry = evaluation_entry(index)
-            if entry["question"].rstrip() not in questions:
-                questions.add(entry["question"].rstrip())
+            question = entry["question"].rstrip()
+            if question not in questions:
+                questions.add(question)
                 yield index, entry
 
     def prompt_at(item: int | tuple[int, dict[str, Any]], draw: int) -> Prompt | None:
@@ -92,21 +83,18 @@ def reasoning_gym(
         the other."""
         if isinstance(item, int):
             epoch, index = divmod(item, size_per_epoch)
-            entry = entry_at(seed_at(seed, "reasoning_gym", task, epoch), index)
+            entry = entry_at(index, seed, "reasoning_gym", task, epoch)
             prompt_id = f"{task}:{item}"
         else:
-            entry = item[1]
-            prompt_id = f"{task}:held_out:{item[0]}"
+            number, entry = item
+            prompt_id = f"{task}:held_out:{number}"
         messages = [{"role": "user", "content": f"{entry['question'].rstrip()}\n{INSTRUCTION}"}]
         is_held_out = hash_unit(prompt_key(messages)) < held_out_fraction
         prompt = Prompt(prompt_id, messages, entry["answer"], {"entry": entry}, draw)
         return prompt if is_held_out != isinstance(item, int) else None
 
-    # the first entries too: a task can change with the packages that it uses
-    first = [
-        entry_at(seed_at(seed, "reasoning_gym", task, 0), i)["question"]
-        for i in range(min(3, size_per_epoch))
-    ]
+    # the first entry too: a task can change with the packages that it uses
+    first = entry_at(0, seed, "reasoning_gym", task, 0)["question"]
     version = metadata.version("reasoning_gym")
     options = sorted(task_options.items())
     digest = digest_of([task, options, size_per_epoch, held_out_fraction, version, first])

@@ -23,7 +23,7 @@ AS_TEXT = re.compile(r"\s*(?:array\()?\[?\s*\{\s*['\"](?:role|content)['\"]\s*:"
 """Start of a conversation that was converted to a string, by str, json.dumps or a NumPy array's
 repr."""
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::(?:([^:\[\]]+):)?(.+))?")
-MESSAGES = 'it needs a text or a list of {"role": ..., "content": ...} messages with texts in both.'
+MESSAGES = 'it needs a string or a list of {"role": ..., "content": ...} messages, strings both.'
 
 
 def row_source(
@@ -76,33 +76,33 @@ def row_source(
     train, held_out = split_by_hash([prompt_key(x) for x in inputs], held_out_fraction, name)
     digest = hashlib.sha256(json.dumps([prompt_column, held_out]).encode())
     for row in rows:
-        # some objects print their memory address, which differs from process to process
-        text = json.dumps(
-            row, default=lambda x: f"{type(x).__name__}:{re.sub(r' at 0x[0-9a-fA-F]+', '', str(x))}"
-        )
-        digest.update(text.encode() + b"\n")
+        digest.update(json.dumps(row, default=_described).encode() + b"\n")
     source = IndexedSource(name, seed, train, held_out, prompt_at, columns, digest.hexdigest())
     source.all_items = range(len(rows))
     return source
 
 
+def _described(value: object) -> str:
+    # some objects print their memory address, which differs from process to process
+    return f"{type(value).__name__}:{re.sub(r' at 0x[0-9a-fA-F]+', '', str(value))}"
+
+
 def checked_inputs(inputs: Any, where: str) -> str | list[dict[str, Any]]:
-    """The prompt, a text or messages; an error for anything else, which names the row by
+    """The prompt, a string or messages; an error for anything else, which names the row by
     ``where``."""
+    prompt = f"the prompt in {where}"
     if isinstance(inputs, str) and inputs:
         if AS_TEXT.match(inputs):
-            raise DataError(f"""the prompt in {where} is a conversation that was converted to a
-                string, {inputs[:24]!r}...; {MESSAGES} Convert the column back (ast.literal_eval, or
+            raise DataError(f"""{prompt} is a conversation that was converted to a string,
+                {inputs[:24]!r}...; {MESSAGES} Convert the column back (ast.literal_eval, or
                 json.loads for JSON) and save it as JSON Lines or Parquet; CSV holds no lists.""")
-        return whole_text(inputs, f"the prompt in {where}")
+        return whole_text(inputs, prompt)
     if not isinstance(inputs, list) or not inputs:
-        kind = (
-            "missing or empty" if inputs in (None, "", []) else f"of type {type(inputs).__name__}"
-        )
-        raise DataError(f"the prompt in {where} is {kind}; {MESSAGES}")
+        kind = f"of type {type(inputs).__name__}" if inputs else "missing or empty"
+        raise DataError(f"{prompt} is {kind}; {MESSAGES}")
     messages = []
     for number, message in enumerate(inputs, start=1):
-        place = f"message {number} of the prompt in {where}"
+        place = f"message {number} of {prompt}"
         if not isinstance(message, Mapping):
             raise DataError(f"{place} is of type {type(message).__name__}; {MESSAGES}")
         # Arrow gives each message the fields of all, and templates take a field that is there for
@@ -147,24 +147,11 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         raise DataError(
             f"{path} cannot be read: {problem.strerror}. It needs a readable JSON Lines file."
         ) from problem
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {path}"
-        try:
-            row = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError:
-            raise DataError(f"{where} is not UTF-8; save the file as UTF-8.") from None
-        except ValueError as problem:
-            raise DataError(
-                f"{where} is not JSON ({problem}); it needs one JSON object per line."
-            ) from None
-        if not isinstance(row, dict):
-            raise DataError(
-                f'{where} is a {type(row).__name__}; it needs an object such as {{"prompt": ...}}.'
-            )
-        rows.append(row)
+    rows = [
+        _row_of(line.removeprefix(b"\xef\xbb\xbf"), f"line {number} of {path}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
     if not rows:
         raise DataError(
             f"{path} is empty; it needs one JSON object per line, such as "
@@ -173,9 +160,25 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _row_of(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = parse_json(line.decode())
+    except UnicodeDecodeError:
+        raise DataError(f"{where} is not UTF-8; save the file as UTF-8.") from None
+    except ValueError as problem:
+        raise DataError(
+            f"{where} is not JSON ({problem}); it needs one JSON object per line."
+        ) from None
+    if not isinstance(row, dict):
+        raise DataError(
+            f'{where} is a {type(row).__name__}; it needs an object such as {{"prompt": ...}}.'
+        )
+    return row
+
+
 def read_rows(data: str | os.PathLike[str]) -> list[dict[str, Any]] | None:
     """Rows of a file, a folder, or OWNER/NAME, OWNER/NAME:SPLIT, OWNER/NAME:CONFIG:SPLIT; None for
-    another text."""
+    another string."""
     path = Path(data)
     if path.suffix == ".jsonl":  # read by us: errors name the line, and no extra is needed
         return read_jsonl(path)

@@ -73,8 +73,7 @@ class IndexedSource:
     def take(self, n: int) -> list[Prompt]:
         """The next n prompts. Draws are consecutive, with a gap for each one that is skipped."""
         prompts: list[Prompt] = []
-        draw = self.position
-        skipped = 0
+        draw, skipped = self.position, 0
         while len(prompts) < n:
             prompt = self.prompt_at(self._item_at(draw), draw)
             draw += 1
@@ -101,11 +100,13 @@ class IndexedSource:
             self._order = (epoch, torch.randperm(len(self.train), generator=generator))
         return self.train[int(self._order[1][place])]
 
+    def _evaluation(self) -> Iterable[Any]:
+        return self.evaluation() if callable(self.evaluation) else self.evaluation
+
     def held_out(self, n: int) -> list[Prompt]:
         """At most n evaluation prompts, the same ones in the same order in every run."""
-        items = self.evaluation() if callable(self.evaluation) else self.evaluation
         prompts: list[Prompt] = []
-        for item in items if n > 0 else ():
+        for item in self._evaluation() if n > 0 else ():
             prompt = self.prompt_at(item, len(prompts))
             if prompt is not None:
                 prompts.append(prompt)
@@ -121,8 +122,8 @@ class IndexedSource:
             return replace(self, evaluation=lambda: map(train, itertools.count()))
         # shuffled, so that the first n are a random sample of the data in any order of the rows
         order = torch.randperm(len(train), generator=generator_at(0, "held out"))
-        held_out = self.evaluation() if callable(self.evaluation) else self.evaluation
-        return replace(self, evaluation=[*held_out, *(train[index] for index in order.tolist())])
+        shuffled = (train[index] for index in order.tolist())
+        return replace(self, evaluation=[*self._evaluation(), *shuffled])
 
     def all_prompts(self) -> Iterator[Prompt]:
         """Every prompt once, held out or not, in the order of the data; the position does not
@@ -139,15 +140,11 @@ class IndexedSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position. One of another stream would silently repeat or skip
         prompts: refused."""
-        changed = [
-            f"{name} was {state.get(name)!r}, is {value!r}"
-            for name, value in (("fingerprint", self.digest), ("seed", self.seed))
-            if state.get(name) != value
-        ]
-        if changed:
-            raise DataError(f"""the saved position does not belong to {self.name}:
-                {"; ".join(changed)}. Resume with the data, seed and held-out fraction of the saved
-                run, or start a new run.""")
+        for name, value in (("fingerprint", self.digest), ("seed", self.seed)):
+            if state.get(name) != value:
+                raise DataError(f"""the saved position does not belong to {self.name}: {name} was
+                    {state.get(name)!r}, is {value!r}. Resume with the data, seed and held-out
+                    fraction of the saved run, or start a new run.""")
         position = state.get("cursor")
         if not isinstance(position, int) or position < 0:
             raise DataError(
@@ -227,11 +224,8 @@ class Curriculum(SourceWrapper):
     def difficulty(self, prompt: Prompt) -> float:
         """The number in the prompt's column."""
         value = prompt.meta.get(self.column)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
             raise DataError(
                 f"""prompt {prompt.id!r} of {self.name} has {self.column}={value!r:.60}, which is
                     not a number; every prompt needs a difficulty""",
@@ -287,9 +281,8 @@ def hash_unit(key: str) -> float:
     fraction holds out a subset of what a larger one does.
     """
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return (
-        int.from_bytes(digest, "little") >> 11
-    ) / 2**53  # the 53 bits that a float holds exactly
+    # the 53 bits that a float holds exactly
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list[int], list[int]]:
@@ -324,9 +317,8 @@ def split_by_hash(keys: Sequence[str], fraction: float, name: str) -> tuple[list
 def in_turns(groups: Iterable[Sequence[T]]) -> list[T]:
     """The first item of each group, then the second of each, and so on: a short evaluation has
     every group."""
-    queues = [list(group) for group in groups]
-    longest = max(map(len, queues), default=0)
-    return [queue[turn] for turn in range(longest) for queue in queues if turn < len(queue)]
+    rounds = itertools.zip_longest(*groups, fillvalue=None)
+    return [item for turn in rounds for item in turn if item is not None]
 
 
 def digest_of(facts: Any) -> str:

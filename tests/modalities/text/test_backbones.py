@@ -9,17 +9,14 @@ import pytest
 import torch
 from tests.fakes import (
     HUGGING_FACE,
-    PACKING,
     bpe_tokenizer,
     causal_lm,
     doubled,
     gemma2,
-    llama,
     mistral,
     prompts,
     requests,
 )
-from torch import nn
 
 from gruppo.modalities.text import from_transformers
 from gruppo.modalities.text.backbones import CachedDecoding, RereadDecoding, probe
@@ -43,24 +40,12 @@ def evaluated(policy, rollouts):
 
 
 def read_as(layout, policy, rollouts):
-    layouts = policy.backbone.layouts
-    assert layout in layouts
-    policy.backbone.layouts = (layout,)
+    assert policy.backbone.runs_layers
+    policy.backbone.runs_layers = layout == "stream"
     try:
         return evaluated(policy, rollouts)
     finally:
-        policy.backbone.layouts = layouts
-
-
-@pytest.mark.silent_bug(3)
-@pytest.mark.silent_bug(4)
-@pytest.mark.parametrize("make", PACKING, **named)
-def test_packed_rows_give_the_values_and_gradients_of_plain_ones(make):
-    policy = doubled(make())
-    rollouts = policy.sample(requests(5, 2, 3), Sampling(max_actions=9), seed=1)
-    packed, plain = (read_as(layout, policy, rollouts) for layout in ("packed", "padded"))
-    torch.testing.assert_close(packed[0], plain[0], rtol=0, atol=1e-9)
-    torch.testing.assert_close(packed[1], plain[1], rtol=0, atol=3e-7 * float(plain[1].abs().max()))
+        policy.backbone.runs_layers = True
 
 
 @pytest.mark.parametrize("make", HUGGING_FACE, **named)
@@ -69,7 +54,7 @@ def test_trunk_and_head_apart_give_the_values_and_gradients_of_the_whole(make):
     assert policy.backbone.splits == (make is not gemma2)
     rollouts = policy.sample(requests(3, 2), Sampling(max_actions=9), seed=1)
     apart = evaluated(policy, rollouts)
-    policy.backbone.splits = False
+    policy.backbone.splits = policy.backbone.runs_layers = False
     whole = evaluated(policy, rollouts)
     torch.testing.assert_close(apart[0], whole[0], rtol=0, atol=1e-9)
     torch.testing.assert_close(apart[1], whole[1], rtol=0, atol=3e-7 * float(whole[1].abs().max()))
@@ -101,27 +86,7 @@ def test_cached_decoding_gives_the_logits_of_reading_every_row_again(make):
                 decoding.advance(tokens)
 
 
-def test_a_sliding_window_is_never_packed():
-    """A few tokens within the window would agree; far ones would not be seen."""
-    for policy in (mistral(sliding_window=100), gemma2(sliding_window=100)):
-        assert policy.backbone.layouts == ("padded",)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-        {"clip_qkv": 1e4},
-    ],
-    ids=str,
-)
-def test_what_sets_in_at_far_positions_or_large_values_is_left_to_the_models_own_forward(changes):
-    """A few ordinary tokens agree in any case."""
-    backbone = llama(**changes).backbone
-    assert backbone.layout == "packed" and not backbone.decodes and backbone.caches
-
-
-def test_local_attention_that_the_config_names_otherwise_is_not_packed():
+def window_of_another_name():
     import transformers
 
     config = transformers.GPTNeoConfig(
@@ -132,7 +97,26 @@ def test_local_attention_that_the_config_names_otherwise_is_not_packed():
         window_size=64,
         attention_types=[[["global", "local"], 1]],
     )
-    assert probe(transformers.GPTNeoForCausalLM(config).eval()).layouts == ("padded",)
+    return transformers.GPTNeoForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: mistral(sliding_window=100).module,
+        lambda: gemma2(sliding_window=100).module,
+        window_of_another_name,
+        lambda: causal_lm("Llama", clip_qkv=1e4),
+        lambda: causal_lm(
+            "Llama",
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+        ),
+    ],
+)
+def test_what_sets_in_at_far_positions_or_large_values_is_left_to_the_models_own_forward(make):
+    """A few ordinary tokens within a window agree in any case."""
+    backbone = probe(make())
+    assert backbone.is_padded and not backbone.runs_layers and backbone.caches
 
 
 def test_soft_capped_logits_are_not_split_even_where_fresh_weights_are_too_small_to_show_the_cap():
@@ -209,22 +193,6 @@ def test_a_model_whose_cache_is_wrong_is_read_again_at_every_token(wrong, caplog
         rtol=0,
         atol=5e-6,
     )
-
-
-def test_a_model_that_ignores_a_block_mask_is_not_packed():
-    class Deaf(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner, self.config = inner, inner.config
-
-        def forward(self, input_ids, **inputs):
-            return self.inner(input_ids, use_cache=False)
-
-        def get_input_embeddings(self):
-            return self.inner.get_input_embeddings()
-
-    backbone = probe(Deaf(causal_lm("Llama")).eval())
-    assert backbone.layouts == ("padded",) and not backbone.splits and not backbone.caches
 
 
 def test_the_prompt_is_read_once_for_a_group(monkeypatch):

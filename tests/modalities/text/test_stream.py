@@ -14,7 +14,7 @@ from tests.fakes import STREAMING, doubled, llama, requests
 from tests.modalities.text.test_backbones import read_as
 
 from gruppo.modalities.text import layouts as streams
-from gruppo.modalities.text.decoder import attend, read_decoder, stream_features
+from gruppo.modalities.text.decoder import _Attention, read_decoder, stream_features
 from gruppo.modalities.text.layouts import attention_blocks, stream
 from gruppo.types import Sampling
 
@@ -65,9 +65,8 @@ def blocks_of(tokens):
     return attention_blocks(tokens, torch.device("cpu"), torch.float64)
 
 
-def sight(prompts, owners, lengths, *, padding_sees=False):
-    """[query, key]: what the tokens of a stream may see, text by text; without spans, padding sees
-    nothing."""
+def sight(prompts, owners, lengths):
+    """[query, key]: what the tokens of a stream may see, text by text, without its padding."""
     texts = []  # (first token, tokens, first token of the prompt, tokens of the prompt)
     end = 0
     for g, prompt in enumerate(prompts):
@@ -78,9 +77,6 @@ def sight(prompts, owners, lengths, *, padding_sees=False):
             if owner == g:
                 texts.append((end, max(length - 1, 0), *shared))
                 end += max(length - 1, 0)
-    padding = -end % streams.MULTIPLE
-    texts += [(end, padding, end, 0)] if padding_sees else []
-    end += padding
     visible = torch.zeros(end, end, dtype=torch.bool)
     for start, length, prompt_start, prompt in texts:
         visible[start : start + length, prompt_start : prompt_start + prompt] = True
@@ -114,9 +110,7 @@ def plain_attention(q, k, v, visible):
     shared_by = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(shared_by, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~visible, -math.inf)
-    return torch.einsum(
-        "hqk,khd->qhd", scores.softmax(dim=-1).nan_to_num(), v
-    )  # 0 where nothing is seen
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
 
 
 @pytest.mark.silent_bug(4)
@@ -130,12 +124,17 @@ def test_attention_over_blocks_equals_a_masked_softmax_over_everything(sizes, la
         tokens = laid_out(*layout)
         blocks = blocks_of(tokens)
     generator = torch.Generator().manual_seed(0)
-    count = len(tokens.ids)
+    visible = sight(*layout)
+    count = len(visible)
     q, k, v, weight = (
-        torch.randn(count, n, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+        torch.randn(
+            len(tokens.ids), n, 8, dtype=torch.float64, generator=generator
+        ).requires_grad_()
         for n in (heads[0], heads[1], heads[1], heads[0])
     )
-    got, needed = attend(q, k, v, blocks), plain_attention(q, k, v, sight(*layout))
+    got = _Attention.apply(q, k, v, blocks)[:count]
+    needed = plain_attention(q[:count], k[:count], v[:count], visible)
+    weight = weight[:count]
     torch.testing.assert_close(got, needed, rtol=1e-9, atol=1e-12)
     for mine, theirs in zip(
         torch.autograd.grad((got * weight).sum(), (q, k, v)),
@@ -191,14 +190,14 @@ def test_a_stream_in_bfloat16_is_as_near_to_float32_as_rows_alone_are():
 )
 def test_a_model_with_a_hook_in_a_layer_runs_its_own_forward_which_calls_the_hook(part):
     policy = llama()
-    assert policy.backbone.layout == "stream"
+    assert not policy.backbone.is_padded
     calls = []
     hooked = policy.module.model.layers[0].get_submodule(part)
     handle = hooked.register_forward_hook(lambda *_: calls.append(1))
     rollouts = policy.sample(requests(2), Sampling(max_actions=4), seed=1)
     calls.clear()
-    assert policy.backbone.layout == "packed"
+    assert policy.backbone.is_padded
     policy.likelihood(rollouts, policy.micro_batches(rollouts, rollouts.mask, 90)[0])
     assert calls
     handle.remove()
-    assert policy.backbone.layout == "stream"
+    assert not policy.backbone.is_padded

@@ -4,8 +4,8 @@ ways are exact."""
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from gruppo.core.compiled import NotCompiled
-from gruppo.distributed.sharding import is_unit
-from gruppo.modalities.text import flex
-from gruppo.modalities.text.decoder import read_decoder, stream_features
+from gruppo.modalities.text.decoder import Decoder, read_decoder, stream_features
 from gruppo.modalities.text.decoding import FusedDecoder, KeptRow, LayeredDecoding
-from gruppo.modalities.text.layouts import Layout, Stream, Texts, Tokens, pad, sees, stream
+from gruppo.modalities.text.layouts import Texts, Tokens, pad, stream
 from gruppo.modalities.text.static_decoding import StaticDecoding
 from gruppo.protocols import device_of
 from gruppo.types import NumericalStop
@@ -31,13 +28,7 @@ if TYPE_CHECKING:
 TOLERANCE = 3e-3
 """Relative error below which a fast way is used. Rounding in float32 makes 1e-6 to 1e-4 on trained
 models; a wrong position, mask or cap makes 1e-2 to 1."""
-WINDOWS = (
-    "sliding_window",
-    "window_size",
-    "attention_window",
-    "attention_window_size",
-    "attention_chunk_size",
-)
+WINDOW = re.compile(r"(window|window_size|chunk_size)$")
 """Config entries of models whose attention does not reach every token."""
 
 
@@ -57,38 +48,31 @@ class Backbone:
     """Whether trunk and head can be run apart."""
     caches: bool = False
     """Whether decoding with the model's own cache of keys and values is exact."""
-    decodes: bool = False
-    """Whether decoding layer by layer is exact (``LayeredDecoding``)."""
-    layouts: tuple[Layout, ...] = ("padded",)
-    """Layouts of rows, the fastest first."""
-    dtype: torch.dtype | None = None
-    """Of a forward of sharded weights, whose shards have another; None for that of the weights."""
-    compiles: bool = False
-    """Whether streams on CUDA run as compiled layers, where those agree with the plain ones. Not
-    while probed: first the plain layers are compared with the model's own forward."""
+    runs_layers: bool = False
+    """Whether running the layers ourselves is exact: over streams, and in ``LayeredDecoding``."""
     source: ModelFunction | None = None
     """The function that made the module, if it was opened by name."""
 
+    def decoder(self) -> Decoder | None:
+        """The layers, if they can be run now: a hook on one needs the model's own forward."""
+        return read_decoder(self.module) if self.runs_layers else None
+
     @property
-    def layout(self) -> Layout:
-        """The fastest layout that is possible now: a hook on a layer needs the model's own
-        forward."""
-        runs_layers = self.splits and read_decoder(self.module) is not None
-        return next(
-            (layout for layout in self.layouts if layout != "stream" or runs_layers), "padded"
-        )
+    def is_padded(self) -> bool:
+        """Whether each completion is scored with a copy of its prompt, not as part of a stream."""
+        return self.decoder() is None
 
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
         """Features to logits; an ``nn.Linear`` is run in chunks by the scoring."""
         return self.module.get_output_embeddings() if self.splits else nn.Identity()
 
-    def features(self, ids: Int[Tensor, "b L"], **inputs: Any) -> Float[Tensor, "b L F"]:
-        """Features of rows padded on the right, or with positions and an attention mask."""
+    def features(self, ids: Int[Tensor, "b L"]) -> Float[Tensor, "b L F"]:
+        """Features of rows padded on the right."""
         if self.is_plain:
             return self.module(ids)
         network = self.module.base_model if self.splits else self.module
-        output = network(input_ids=ids, use_cache=False, **inputs)
+        output = network(input_ids=ids, use_cache=False)
         return output.last_hidden_state if self.splits else output.logits
 
     def features_before(
@@ -100,40 +84,14 @@ class Backbone:
         ``row`` and ``column`` [n].
         """
         tokens: Tokens
-        if self.layout == "padded":
+        decoder = self.decoder()
+        if decoder is None:
             tokens = pad(prompts, completions, owners)
             features = self.features(tokens.ids.to(device_of(self.module))).flatten(0, 1)
         else:
             tokens = stream(prompts, completions, owners)
-            is_packed = self.layout == "packed"
-            features = (self._packed_features if is_packed else self._stream_features)(tokens)
+            features = stream_features(decoder, tokens)
         return features[tokens.before(row, column).to(features.device, non_blocking=True)]
-
-    def _stream_features(self, tokens: Stream) -> Float[Tensor, "N F"]:
-        """Features by our layers, compiled on CUDA if those agree with the plain ones and hold
-        whole weights."""
-        decoder = read_decoder(self.module)
-        assert decoder is not None, "see layout"
-        if self.compiles and not is_unit(decoder.layers[0]) and flex.is_usable(decoder):
-            with suppress(NotCompiled):
-                return flex.features(decoder, tokens)
-        return stream_features(decoder, tokens)
-
-    def _packed_features(self, tokens: Stream) -> Float[Tensor, "N F"]:
-        """Features by the model's own forward, all groups in one row under a block mask.
-
-        One forward: with sharded weights, ranks have other numbers of groups.
-        """
-        device = device_of(self.module)
-        dtype = self.dtype or next(self.module.parameters()).dtype
-        index = torch.arange(len(tokens.ids))
-        visible = sees(tokens.spans[:, :, None], index[:, None], index)
-        # added to the scores: the smallest number, as in transformers' own masks, and not -inf
-        mask = torch.zeros(visible.shape, dtype=dtype)
-        mask = mask.masked_fill_(~visible, torch.finfo(dtype).min)[None, None]  # [1, 1, N, N]
-        positions = tokens.positions[None].to(device)
-        ids = tokens.ids[None].to(device)
-        return self.features(ids, position_ids=positions, attention_mask=mask.to(device))[0]
 
     def start(
         self,
@@ -148,8 +106,7 @@ class Backbone:
         ``prefixes``: tokens that each row already has after its prompt, one or more; ``kept``: keys
         and values of their first. ``fused``: of the present weights, if there is one already.
         """
-        decoder = read_decoder(self.module) if self.decodes else None
-        if decoder is not None:
+        if (decoder := self.decoder()) is not None:
             kind = StaticDecoding if owners.device.type == "cuda" else LayeredDecoding
             fused = fused or FusedDecoder(decoder, self.module.get_output_embeddings())
             return kind(fused, prompts, owners, prefixes, kept)
@@ -220,13 +177,14 @@ class CachedDecoding:
 
     def _forward(self, ids: Int[Tensor, "N t"], positions: Int[Tensor, "N t"]) -> None:
         options: dict[str, Any] = {"position_ids": positions, "logits_to_keep": 1}
-        options = {name: value for name, value in options.items() if name in self.accepted}
-        options |= {
-            "attention_mask": self.mask.long(),
-            "past_key_values": self.cache,
-            "use_cache": True,
-        }
-        self.logits = self.module(input_ids=ids, **options).logits[:, -1]
+        accepted = {name: value for name, value in options.items() if name in self.accepted}
+        self.logits = self.module(
+            input_ids=ids,
+            attention_mask=self.mask.long(),
+            past_key_values=self.cache,
+            use_cache=True,
+            **accepted,
+        ).logits[:, -1]
 
 
 Decoding = RereadDecoding | CachedDecoding | LayeredDecoding
@@ -237,9 +195,7 @@ Decoding = RereadDecoding | CachedDecoding | LayeredDecoding
 def probe(module: Any) -> Backbone:
     """Return the backbone with every fast way that agrees with the plain one on a few tokens.
 
-    A few tokens cannot show everything, so some are ruled out by the config: a window of attention
-    hides far tokens; clipped values (OLMo) and scaled positions (Ministral, LongRoPE) differ at
-    large values or far positions only.
+    A few tokens cannot show everything, so some are ruled out by the config (``_has_odd_layers``).
     """
     plain = Backbone(module)
     device = next(module.parameters()).device
@@ -255,7 +211,7 @@ def probe(module: Any) -> Backbone:
     prompts = [torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)]
     plain_logits = cache(lambda logits_of: logits_of(plain, prompts).float())
 
-    def agrees(logits_of: Callable[[Backbone, Texts], Tensor], **fast_way: Any) -> bool:
+    def agrees(logits_of: Callable[[Backbone, Texts], Tensor], **fast_way: bool) -> bool:
         try:
             with torch.no_grad():
                 logits = logits_of(replace(plain, **fast_way), prompts).float()
@@ -266,28 +222,29 @@ def probe(module: Any) -> Backbone:
         spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
         return float((logits - expected).norm() / spread) < TOLERANCE
 
-    config = module.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    has_window = any(getattr(config, name, None) is not None for name in WINDOWS)
-    is_full = kinds == {"full_attention"} and not has_window
-    rope = getattr(config, "rope_parameters", None) or {}
-    is_odd = getattr(config, "clip_qkv", None) is not None or "llama_4_scaling_beta" in rope
-    is_odd = is_odd or rope.get("rope_type") in ("dynamic", "longrope")
     splits = agrees(_logits_of_large_features, splits=True)
-    runs_layers = splits and is_full and not is_odd and read_decoder(module) is not None
-    layouts: list[Layout] = []
-    if runs_layers and agrees(_scored_logits, splits=True, layouts=("stream",)):
-        layouts.append("stream")
-    if is_full and agrees(_scored_logits, layouts=("packed",)):
-        layouts.append("packed")
+    can_run_layers = splits and not _has_odd_layers(module.config.get_text_config())
     return Backbone(
         module,
         splits=splits,
         caches=agrees(_decoded_logits, caches=True),
-        decodes=runs_layers and agrees(_decoded_logits, splits=True, decodes=True),
-        layouts=(*layouts, "padded"),
-        compiles=True,
+        runs_layers=can_run_layers
+        and read_decoder(module) is not None
+        and agrees(_scored_logits, splits=True, runs_layers=True)
+        and agrees(_decoded_logits, splits=True, runs_layers=True),
     )
+
+
+def _has_odd_layers(config: Any) -> bool:
+    """Whether layers differ from the common ones where a few tokens cannot show it: a window of
+    attention hides far tokens; clipped values (OLMo) and scaled positions (Ministral, LongRoPE)
+    differ at large values or far positions only."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    has_window = any(value and WINDOW.search(name) for name, value in vars(config).items())
+    rope = getattr(config, "rope_parameters", None) or {}
+    is_scaled = "llama_4_scaling_beta" in rope or rope.get("rope_type") in ("dynamic", "longrope")
+    is_clipped = getattr(config, "clip_qkv", None) is not None
+    return kinds != {"full_attention"} or has_window or is_scaled or is_clipped
 
 
 def _logits_of_large_features(backbone: Backbone, prompts: Texts) -> Tensor:

@@ -8,18 +8,17 @@ import io
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gruppo.loading import import_extra
-from gruppo.platforms import sync_to_disk
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -35,10 +34,6 @@ BY_HAND = (
 )
 
 
-Convert = Callable[[Path, Path], None]
-"""Reads a GGUF file and writes a Hugging Face model into an empty folder."""
-
-
 @dataclass(frozen=True)
 class ModelSource:
     """Where a model lies and where it came from, for the run's manifest."""
@@ -51,31 +46,28 @@ class ModelSource:
     named."""
 
 
-def smollm2_135m(
-    *, convert: Convert | None = None, expected_sha256: str = GGUF_SHA256
-) -> ModelSource:
+def smollm2_135m() -> ModelSource:
     """Return the model as a folder in the cache, which is built once (about 15 s after the download
     of 93 MB).
 
     ``GRUPPO_SMOLLM2`` names a GGUF file or a model folder to use instead of downloading.
-    ``convert`` is by default ``convert_gguf``.
     """
-    override = os.environ.get("GRUPPO_SMOLLM2", "")
-    if override and Path(override).is_dir():
-        weights = sorted(Path(override).glob("*.safetensors"))
+    named = os.environ.get("GRUPPO_SMOLLM2", "")
+    if named and Path(named).is_dir():
+        weights = sorted(Path(named).glob("*.safetensors"))
         if not weights:
-            raise GruppoError(f"GRUPPO_SMOLLM2={override} is no model folder. {BY_HAND}")
-        return ModelSource(Path(override), f"GRUPPO_SMOLLM2={override}", sha256_of(*weights))
-    if override and not Path(override).is_file():
-        raise GruppoError(f"GRUPPO_SMOLLM2={override} does not exist. {BY_HAND}")
+            raise GruppoError(f"GRUPPO_SMOLLM2={named} is not a model folder. {BY_HAND}")
+        return ModelSource(Path(named), f"GRUPPO_SMOLLM2={named}", sha256_of(*weights))
+    if named and not Path(named).is_file():
+        raise GruppoError(f"GRUPPO_SMOLLM2={named} does not exist. {BY_HAND}")
     folder = cache_folder() / FOLDER
-    if not _is_complete(folder, expected_sha256):
+    if not _is_complete(folder):
         try:
-            _build(folder, override, convert, expected_sha256)
+            _build(folder, named)
         except OSError as problem:
             raise GruppoError(f"""the model could not be written to {folder.parent} ({problem}); it
                 needs 0.8 GB. Set GRUPPO_CACHE to another folder.""") from problem
-    return ModelSource(folder, SOURCE, expected_sha256)
+    return ModelSource(folder, SOURCE, GGUF_SHA256)
 
 
 def cache_folder() -> Path:
@@ -85,51 +77,45 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gruppo"
 
 
-def _is_complete(folder: Path, expected_sha256: str) -> bool:
+def _is_complete(folder: Path) -> bool:
     """Check the record and the size of the weights; the folder was renamed into place when it was
     complete."""
     try:
         record = json.loads((folder / "source.json").read_text(encoding="utf-8"))
         size = (folder / "model.safetensors").stat().st_size
-        return record["gguf_sha256"] == expected_sha256 and record["model_bytes"] == size
+        return record["gguf_sha256"] == GGUF_SHA256 and record["model_bytes"] == size
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _build(folder: Path, override: str, convert: Convert | None, expected_sha256: str) -> None:
+def _build(folder: Path, named: str) -> None:
     """Obtain, verify and convert the weights in a temporary folder, and rename the result into
     place."""
-    for package in ("gguf", "accelerate") if convert is None else ():
+    for package in ("gguf", "accelerate"):
         import_extra(package, "demo", "converting SmolLM2-135M-Instruct")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{FOLDER}.", dir=folder.parent) as name:
         model = Path(name) / "model"
         model.mkdir()
-        gguf = Path(override) if override else _download(Path(name))
-        if (sha256 := sha256_of(gguf)) != expected_sha256:
+        gguf = Path(named) if named else _download(Path(name))
+        if (sha256 := sha256_of(gguf)) != GGUF_SHA256:
             raise GruppoError(f"""{gguf} has SHA-256 {sha256[:16]}..., and needs
-                {expected_sha256[:16]}...; it is damaged or another file. {BY_HAND}""")
+                {GGUF_SHA256[:16]}...; it is damaged or another file. {BY_HAND}""")
         log.info("Converting SmolLM2-135M-Instruct (%s) once to %s; about 15 s.", PACKAGE, folder)
         try:
-            (convert or convert_gguf)(gguf, model)
+            convert_gguf(gguf, model)
         except Exception as problem:  # safetensors' own on a full disk, KeyError of another GGUF
             raise GruppoError(f"""{gguf.name} could not be converted ({type(problem).__name__}:
                 {problem}). Check the free disk space.""") from problem
         size = (model / "model.safetensors").stat().st_size
-        record = {"source": SOURCE, "gguf_sha256": expected_sha256, "model_bytes": size}
-        (model / "source.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        # the contents before the name: after a crash, no folder of this name lacks a file
-        for entry in (*model.iterdir(), model):
-            sync_to_disk(entry)
-        # a broken folder is moved aside; if another process renamed its own first, that one is used
-        with suppress(OSError):
-            if not _is_complete(folder, expected_sha256):
-                folder.rename(model.parent / "broken")
-        with suppress(OSError):
+        record = {"source": SOURCE, "gguf_sha256": GGUF_SHA256, "model_bytes": size}
+        (model / "source.json").write_text(json.dumps(record), encoding="utf-8")
+        if not _is_complete(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # another process has renamed its own first
             model.rename(folder)
-    if not _is_complete(folder, expected_sha256):
+    if not _is_complete(folder):
         raise OSError("the folder could not be renamed into place")
-    sync_to_disk(folder.parent)
 
 
 def _download(workplace: Path) -> Path:
@@ -171,14 +157,14 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     try:
         # progress bars go to stderr
         with redirect_stderr(io.StringIO()), torch.random.fork_rng(devices=[]):
-            place: Any = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                **place, dtype=torch.float32
+                gguf.parent, gguf_file=gguf.name, dtype=torch.float32
             )
             del model.config.quantization_config
             model.hf_quantizer = None  # which refuses to save; the weights are no longer quantized
             model.save_pretrained(folder)
-            transformers.AutoTokenizer.from_pretrained(**place).save_pretrained(folder)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            tokenizer.save_pretrained(folder)
     finally:
         transformers.logging.set_verbosity(level)
 

@@ -11,7 +11,6 @@ import inspect
 import json
 import logging
 import sys
-import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -27,6 +26,7 @@ from gruppo.modalities.common.state_dict import load_strictly, read_safetensors
 from gruppo.modalities.text.policy import TextPolicy
 from gruppo.protocols import Policy
 from gruppo.seeds import seed_at
+from gruppo.timeouts import describe_error
 from gruppo.types import GruppoError, NumericalStop
 
 log = logging.getLogger("gruppo")
@@ -68,15 +68,14 @@ class ModelFunction:
 
     @classmethod
     def from_name(cls, name: str) -> ModelFunction:
-        if not name.rpartition(":")[1] or name.endswith(".py"):
+        if name.endswith(".py"):
             raise GruppoError(f"""the model {name!r} is a Python file; a function in it makes the
                 model. Name it too, as {name}:model.""")
         load_object(name)  # refuses a name that cannot be imported
-        place = absolute_spec(name).rpartition(":")[0]
+        made_by = absolute_spec(name)
+        place = made_by.rpartition(":")[0]
         file = place if is_file_name(place) else getattr(sys.modules[place], "__file__", None)
-        return cls(
-            absolute_spec(name), hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
-        )
+        return cls(made_by, hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "")
 
     @classmethod
     def read(cls, folder: Path) -> ModelFunction:
@@ -115,12 +114,10 @@ def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
         ) from error
     if current.sha256 != source.sha256:
         log.warning(
-            "the file %s has changed since the model %s was saved (SHA-256 %.12s..., now "
-            "%.12s...): the same weights may compute something else.",
+            "the file %s has changed since the model %s was saved: the same weights may compute "
+            "something else.",
             source.made_by.rpartition(":")[0],
             folder,
-            source.sha256 or "none",
-            current.sha256 or "none",
         )
     if isinstance(policy, TextPolicy):
         load_strictly(policy.module, weights, str(folder))
@@ -140,7 +137,7 @@ def _make(name: str, seed: int, folder: Path | None) -> Policy:
     make = load_object(name)
     try:
         parameters: Mapping[str, inspect.Parameter] = inspect.signature(make).parameters
-    except (TypeError, ValueError):  # not written in Python, or no function
+    except (TypeError, ValueError):  # not written in Python, or not a function
         parameters = {}
     try:
         with torch.random.fork_rng(devices=[]):
@@ -152,22 +149,12 @@ def _make(name: str, seed: int, folder: Path | None) -> Policy:
     except GruppoError:
         raise
     except (Exception, SystemExit) as error:
-        file = Path(source.made_by.rpartition(":")[0]).resolve()
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if Path(frame.filename) == file]
-        place = f" in line {lines[-1]}" if lines else ""
-        raise GruppoError(
-            f"{name} raised {type(error).__name__}{place}: {first_line(error)}. {HINT}"
-        ) from error
+        raise GruppoError(f"{name} raised {describe_error(error)}. {HINT}") from error
     if not isinstance(policy, Policy):
         raise GruppoError(f"{name} returned a {type(policy).__name__}; it needs a policy. {HINT}")
     if not isinstance(policy, TextPolicy):
         policy.origin = source
     return policy
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
 
 
 @torch.no_grad()
@@ -181,8 +168,8 @@ def _check_logits(policy: TextPolicy, name: str) -> None:
         logits: Any = policy.backbone.module.eval()(ids)
         shape = list(logits.shape)
     except Exception as error:
-        raise GruppoError(f"""{what} raised {type(error).__name__} when called with ids of shape [2,
-            3]: {first_line(error)}. It needs to map ids [B, T] to logits [B, T, V].""") from error
+        raise GruppoError(f"""{what} raised {describe_error(error)} for ids of shape [2, 3]. It
+            needs to map ids [B, T] to logits [B, T, V].""") from error
     if len(shape) != 3 or shape[:2] != [2, 3]:
         raise GruppoError(
             f"{what} gave {shape} for ids [2, 3]; it needs to return logits [2, 3, V]."

@@ -7,8 +7,9 @@ stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,12 @@ from gruppo.core.layers import checkpointed
 from gruppo.core.linear_head import has_hooks
 from gruppo.distributed.sharding import forward
 from gruppo.modalities.common.lora import LowRank, low_rank
+from gruppo.modalities.text import flex
 from gruppo.modalities.text.layouts import AttentionBlock, Stream, attention_blocks
 from gruppo.protocols import device_of
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Queries [N, H, D], keys and values [N, K, D] of all tokens to what they attend to, [N, H, D]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,15 +41,10 @@ class Decoder:
     norm: nn.Module
     rotary: nn.Module
     """Gives cosines and sines [1, N, D] at positions [1, N], in the dtype of its first argument."""
-    heads: int
     kv_heads: int
     head_dim: int
     is_silu: bool
     """Whether ``act`` is x sigmoid(x), judged by its values: it has several names."""
-
-
-_PROBE = torch.tensor([-9.0, -1.0, -0.1, 0.0, 0.3, 2.0, 7.0])
-"""Inputs that tell SiLU from other activations."""
 
 
 def read_decoder(module: Any) -> Decoder | None:
@@ -59,35 +59,24 @@ def read_decoder(module: Any) -> Decoder | None:
         layers, hookable = tuple(trunk.layers), [trunk, trunk.norm]
         for layer in layers:
             attention, mlp = layer.self_attn, layer.mlp
-            hookable += [
-                layer,
-                attention,
-                mlp,
-                layer.input_layernorm,
-                layer.post_attention_layernorm,
-            ]
-            inner = (
-                getattr(attention, "q_norm", None),
-                getattr(attention, "k_norm", None),
-                mlp.act_fn,
-            )
-            hookable += [part for part in inner if isinstance(part, nn.Module)]
-        if any(map(has_hooks, hookable)):
+            norms = (layer.input_layernorm, layer.post_attention_layernorm)
+            hookable += [layer, attention, mlp, *norms, mlp.act_fn]
+            hookable += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        if any(isinstance(part, nn.Module) and has_hooks(part) for part in hookable):
             return None
         attention = layers[0].self_attn
         head_dim = int(attention.head_dim)
         query, key = attention.q_proj.out_features, attention.k_proj.out_features
         if query % head_dim or key % head_dim or query % key:
             return None
-        is_silu = all(torch.equal(layer.mlp.act_fn(_PROBE), silu(_PROBE)) for layer in layers)
-        heads, kv_heads = query // head_dim, key // head_dim
+        x = torch.tensor([-9.0, -1.0, -0.1, 0.0, 0.3, 2.0, 7.0])
+        is_silu = all(torch.equal(layer.mlp.act_fn(x), silu(x)) for layer in layers)
         return Decoder(
             trunk.embed_tokens,
             layers,
             trunk.norm,
             trunk.rotary_emb,
-            heads,
-            kv_heads,
+            key // head_dim,
             head_dim,
             is_silu,
         )
@@ -99,77 +88,66 @@ def stream_features(decoder: Decoder, stream: Stream) -> Float[Tensor, "N F"]:
     """Return the input of the model's head at each token of the stream, as its own forward would
     compute it."""
     x, cos, sin = embedded(decoder, stream.ids, stream.positions)
-    blocks = attention_blocks(stream, x.device, cos.dtype)
+    attend = attention_over(stream, decoder, x)
     for layer in decoder.layers:
-        x = forward(layer, checkpointed(layer, layer_output), x, decoder, layer, blocks, cos, sin)
+        run = checkpointed(layer, layer_output)
+        x = forward(layer, run, x, layer, attend, cos, sin, decoder.is_silu)
     return norm(decoder.norm, x)
+
+
+def attention_over(stream: Stream, decoder: Decoder, like: Tensor) -> Attention:
+    """Attention of a stream's tokens on the device and in the dtype of a tensor: by FlexAttention
+    on CUDA, else over blocks."""
+    if flex.is_usable(like.device, like.dtype, decoder.head_dim):
+        return partial(flex.compiled(), mask=flex.block_mask(stream, like.device))
+    blocks = attention_blocks(stream, like.device, torch.promote_types(like.dtype, torch.float32))
+    return lambda q, k, v: _Attention.apply(q, k, v, blocks)
 
 
 def embedded(
     decoder: Decoder, ids: Int[Tensor, "N"], positions: Int[Tensor, "N"]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Embeddings [N, F], and cosines and sines [N, D] of the positions, in float32 or more.
+    """Embeddings [N, F], and cosines and sines [N, D] of the positions for ``rotate``, in float32
+    or more.
 
     The copies to the device do not wait for it, as everywhere between forward and optimizer step.
     """
     device = device_of(decoder.embed)
     x = decoder.embed(ids.to(device, non_blocking=True))
-    return x, *angles(decoder, positions.to(device, non_blocking=True), x.dtype)
-
-
-def angles(
-    decoder: Decoder, positions: Int[Tensor, "N"], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [N, D] for ``rotate``, in float32 or more."""
-    wide = torch.empty(0, dtype=torch.promote_types(dtype, torch.float32), device=positions.device)
+    positions = positions.to(device, non_blocking=True)
+    wide = torch.empty(0, dtype=torch.promote_types(x.dtype, torch.float32), device=device)
     cos, sin = decoder.rotary(wide, positions[None])
     first, second = sin[0].chunk(2, dim=-1)
-    return cos[0].contiguous(), torch.cat([-first, second], dim=-1)
+    return x, cos[0].contiguous(), torch.cat([-first, second], dim=-1)
 
 
 def layer_output(
-    x: Tensor,
-    decoder: Decoder,
-    layer: Any,
-    blocks: Sequence[AttentionBlock],
-    cos: Tensor,
-    sin: Tensor,
+    x: Tensor, layer: Any, attend: Attention, cos: Tensor, sin: Tensor, is_silu: bool
 ) -> Tensor:
     # functions, so that the tensors of one half are freed before the other
-    x = x + _attention(decoder, layer.self_attn, norm(layer.input_layernorm, x), blocks, cos, sin)
-    return x + _mlp(decoder, layer.mlp, norm(layer.post_attention_layernorm, x))
+    x = x + _attention(layer.self_attn, norm(layer.input_layernorm, x), attend, cos, sin)
+    return x + _mlp(layer.mlp, norm(layer.post_attention_layernorm, x), is_silu=is_silu)
 
 
-def _attention(
-    decoder: Decoder,
-    part: Any,
-    x: Tensor,
-    blocks: Sequence[AttentionBlock],
-    cos: Tensor,
-    sin: Tensor,
-) -> Tensor:
+def _attention(part: Any, x: Tensor, attend: Attention, cos: Tensor, sin: Tensor) -> Tensor:
+    projections = (part.q_proj, part.k_proj, part.v_proj)
     # [N, heads, D]
-    q, k, v = (
-        project(x).unflatten(-1, (-1, decoder.head_dim))
-        for project in (part.q_proj, part.k_proj, part.v_proj)
-    )
+    q, k, v = (project(x).unflatten(-1, (-1, part.head_dim)) for project in projections)
     if getattr(part, "q_norm", None) is not None:
         q, k = norm(part.q_norm, q), norm(part.k_norm, k)
     q, k = _Rotated.apply(q, cos, sin, part.scaling), _Rotated.apply(k, cos, sin, 1.0)
-    return part.o_proj(attend(q, k, v, blocks).flatten(-2))
+    return part.o_proj(attend(q, k, v).flatten(-2))
 
 
-def _mlp(decoder: Decoder, part: Any, x: Tensor) -> Tensor:
+def _mlp(part: Any, x: Tensor, *, is_silu: bool) -> Tensor:
     gate, up = part.gate_proj(x), part.up_proj(x)
-    down = low_rank(part.down_proj) if decoder.is_silu else None
+    down = low_rank(part.down_proj) if is_silu else None
     if down is None:
         return part.down_proj(part.act_fn(gate) * up)
-    base, *adapter = (
-        (down.base, down.a, down.b, down.scale)
-        if isinstance(down, LowRank)
-        else (down, None, None, 1.0)
-    )
-    return _GatedDown.apply(gate, up, base.weight, base.bias, *adapter)
+    if isinstance(down, LowRank):
+        weights = (down.base.weight, down.base.bias, down.a, down.b, down.scale)
+        return _GatedDown.apply(gate, up, *weights)
+    return _GatedDown.apply(gate, up, down.weight, down.bias, None, None, 1.0)
 
 
 def norm(module: Any, x: Float[Tensor, "*b F"]) -> Float[Tensor, "*b F"]:
@@ -245,9 +223,8 @@ class _GatedDown(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, *adapter: Any
+        ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Any, a: Any, b: Any, scale: float
     ) -> Tensor:
-        a, b, scale = adapter
         ctx.save_for_backward(gate, up, weight, a, b)
         ctx.scale = scale
         gated = silu(gate).mul_(up)
@@ -283,8 +260,7 @@ class _GatedDown(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """softmax(q k + bias) v, each query over the keys of its block, 0 outside any; ``q`` carries
-    the scale.
+    """softmax(q k + bias) v, each query over the keys of its block; ``q`` carries the scale.
 
     H / K query heads share one key head. Products are in the dtype of ``q``, the softmax in that of
     the blocks' biases, float32 or more. Only q, k and v are stored for the backward pass.
@@ -309,12 +285,11 @@ class _Attention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         to_q = torch.zeros_like(q)
         wide = torch.promote_types(q.dtype, torch.float32)
-        to_k, to_v = (
-            torch.zeros_like(x, dtype=wide) for x in (k, v)
-        )  # a prompt's gradient comes from many blocks
+        # a prompt's gradient comes from many blocks
+        to_k, to_v = (torch.zeros_like(x, dtype=wide) for x in (k, v))
         for block in ctx.blocks:
             queries, p, keys, values = _probabilities(q, k, v, block)
-            from_above = _queries(grad, block, k.shape[1], hide=True)
+            from_above = _queries(grad, block, k.shape[1])
             _add(to_v, torch.bmm(p.mT, from_above), block)
             # p (g - sum(g p)) for the gradient g of the probabilities p
             to_scores = torch.ops.aten._softmax_backward_data(
@@ -323,9 +298,6 @@ class _Attention(torch.autograd.Function):
             _put(to_q, torch.bmm(to_scores, keys), block)
             _add(to_k, torch.bmm(to_scores.mT, queries), block)
         return to_q, to_k.to(k.dtype), to_v.to(v.dtype), None
-
-
-attend = _Attention.apply
 
 
 def _probabilities(
@@ -339,41 +311,27 @@ def _probabilities(
     return queries, torch.softmax(scores, dim=-1).to(q.dtype), keys, values
 
 
-def _queries(x: Tensor, block: AttentionBlock, kv_heads: int, *, hide: bool = False) -> Tensor:
-    """[N, H, D] to the block's queries [cK, Gr, D]; ``hide`` sets repetitions to 0."""
+def _queries(x: Tensor, block: AttentionBlock, kv_heads: int) -> Tensor:
+    """[N, H, D] to the block's queries [cK, Gr, D]."""
     index = block.tokens[:, block.first :]
-    texts, rows = index.shape
-    taken = x.index_select(0, index.flatten())  # [cr, H, D]
-    if hide and block.real is not None:
-        taken *= torch.zeros(len(taken), 1, 1, dtype=x.dtype, device=x.device).index_fill_(
-            0, block.real, 1
-        )
-    shared_by = x.shape[1] // kv_heads
-    taken = taken.view(texts, rows, kv_heads, shared_by, x.shape[2]).permute(0, 2, 3, 1, 4)
-    return taken.reshape(texts * kv_heads, shared_by * rows, x.shape[2])
+    taken = x.index_select(0, index.flatten()).view(*index.shape, kv_heads, -1, x.shape[-1])
+    return taken.permute(0, 2, 3, 1, 4).reshape(len(index) * kv_heads, -1, x.shape[-1])
 
 
 def _keys(x: Tensor, block: AttentionBlock) -> Tensor:
     """[N, K, D] to the block's keys [cK, S, D]."""
-    own = (
-        x.index_select(0, block.tokens.flatten()).unflatten(0, block.tokens.shape).transpose(1, 2)
-    )  # [c, K, s, D]
+    own = x.index_select(0, block.tokens.flatten()).unflatten(0, block.tokens.shape)
     shared = x[block.shared].transpose(0, 1).expand(len(block.tokens), -1, -1, -1)  # [c, K, P, D]
-    return torch.cat([shared, own], dim=2).flatten(0, 1)
+    return torch.cat([shared, own.transpose(1, 2)], dim=2).flatten(0, 1)
 
 
 def _put(out: Tensor, of_queries: Tensor, block: AttentionBlock) -> None:
-    """Write the block's queries [cK, Gr, D] to their places in [N, H, D]."""
+    """Write the block's queries [cK, Gr, D] to their places in [N, H, D]; those of padding
+    overwrite each other."""
     index = block.tokens[:, block.first :]
-    texts, rows = index.shape
     heads, width = out.shape[1:]
-    rowwise = (
-        of_queries.view(texts, heads, rows, width).transpose(1, 2).reshape(-1, heads, width)
-    )  # [cr, H, D]
-    index = index.flatten()
-    if block.real is not None:
-        rowwise, index = rowwise.index_select(0, block.real), index.index_select(0, block.real)
-    out.index_copy_(0, index, rowwise)
+    rowwise = of_queries.view(len(index), heads, -1, width).transpose(1, 2)  # [c, r, H, D]
+    out.index_copy_(0, index.flatten(), rowwise.reshape(-1, heads, width))
 
 
 def _add(out: Tensor, of_keys: Tensor, block: AttentionBlock) -> None:
@@ -383,6 +341,5 @@ def _add(out: Tensor, of_keys: Tensor, block: AttentionBlock) -> None:
     of_keys = of_keys.view(len(block.tokens), kv_heads, -1, width).transpose(1, 2)  # [c, S, K, D]
     if prefix:
         out[block.shared] += of_keys[:, :prefix].sum(dim=0, dtype=out.dtype)
-    out.index_add_(
-        0, block.tokens.flatten(), of_keys[:, prefix:].reshape(-1, kv_heads, width).to(out.dtype)
-    )
+    own = of_keys[:, prefix:].reshape(-1, kv_heads, width)
+    out.index_add_(0, block.tokens.flatten(), own.to(out.dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from gruppo.core.distributions import sample_categorical
 from gruppo.modalities.text.backbones import Decoding
 from gruppo.modalities.text.chat import Chat, cut_at_stop
 from gruppo.modalities.text.decoding import FusedDecoder, KeptRow, LayeredDecoding
+from gruppo.modalities.text.layouts import Texts
 from gruppo.platforms import free_bytes
 from gruppo.protocols import GenerateTokens
 from gruppo.seeds import uniforms_at
@@ -29,12 +30,9 @@ if TYPE_CHECKING:
 KEPT_FRAC = 0.5
 """Share of the free memory that the rows of one batch may keep. Each is copied once more while it
 is decoded."""
-UNMEASURED_BYTES = 2**30
-"""Kept at most if free memory cannot be measured."""
-Keep = Callable[[int, int, Tensor], None]
 _FUSED: WeakValueDictionary[Any, FusedDecoder] = WeakValueDictionary()
-"""By ``KeptRow.weights``: the copies of weights that kept rows hold, so that all batches hold the
-same."""
+"""By ``FusedDecoder.weights``: the copies of weights that kept rows hold, so that all batches hold
+the same."""
 
 
 @torch.no_grad()
@@ -43,13 +41,13 @@ def generate_locally(
 ) -> Generated:
     """Sample the rows of a batch from the policy's own weights."""
     device = policy.device
-    uniforms = _uniforms(batch, sampling, seed)
     prompts = [ids.to(device) for ids in batch.prompts]
     prefixes = batch.prefixes and [ids.to(device) for ids in batch.prefixes]
     start = partial(policy.backbone.start, prompts, batch.owners.to(device), prefixes)
+    options = (_uniforms(batch, sampling, seed), sampling, policy.chat, batch.limits)
     if batch.kept is None:
-        return generate(start(), uniforms, sampling, policy.chat, batch.limits)
-    # conversations: rows go on behind the keys and values that their last turn has left
+        return generate(start(), *options)
+    # conversations: rows continue behind the keys and values that their last turn has left
     weights = policy.weight_version()
     histories = [batch.prompts[owner] for owner in batch.owners.tolist()]
     if batch.prefixes is not None:
@@ -59,20 +57,12 @@ def generate_locally(
         for row, ids in zip(batch.kept, histories, strict=True)
     ]
     decoding = start(usable, _FUSED.get(weights))
-    kept: list[KeptRow | None] = [None] * len(histories)
-    keep: Keep | None = None
-    if isinstance(decoding, LayeredDecoding):
-        layered = decoding
-        _FUSED[weights] = layered.fused
-        free = free_bytes(device)
-        layered.room = UNMEASURED_BYTES if free is None else int(KEPT_FRAC * free)
-
-        def keep(row: int, slot: int, read: Tensor) -> None:
-            ids = torch.cat([histories[row], read])
-            kept[row] = layered.keep(slot, len(read), ids, weights)
-
-    generated = generate(decoding, uniforms, sampling, policy.chat, batch.limits, keep)
-    return replace(generated, kept=tuple(kept))
+    if not isinstance(decoding, LayeredDecoding):
+        return replace(generate(decoding, *options), kept=(None,) * len(histories))
+    decoding.fused.weights = weights
+    _FUSED[weights] = decoding.fused
+    decoding.room = int(KEPT_FRAC * free_bytes(device))
+    return generate(decoding, *options, histories)
 
 
 def _uniforms(batch: TokenBatch, sampling: Sampling, seed: int) -> Float[Tensor, "N T"]:
@@ -96,7 +86,7 @@ def generate(
     sampling: Sampling,
     chat: Chat,
     limits: Int[Tensor, "N"] | None = None,
-    keep: Keep | None = None,
+    histories: Texts | None = None,
 ) -> Generated:
     """Sample until each row has an end token, a stop text, or as many tokens as uniforms.
 
@@ -104,14 +94,15 @@ def generate(
     where the model's context may end, so that finished rows leave the batch at once. Without limits
     they leave once they are an eighth of it, since each removal copies the cache. A row whose
     logits are not finite ends as "error", with the tokens before. A stop text may name special
-    tokens. ``keep`` is called with each row that stops, its slot and its tokens that have been
-    read: all but the last.
+    tokens. With ``histories``, the tokens before each row's first, what has been read of rows that
+    stop is kept.
     """
     rows, columns = uniforms.shape
     tokens = torch.zeros(rows, columns, dtype=torch.long)
     logprobs = torch.zeros(rows, columns)
     lengths = torch.zeros(rows, dtype=torch.long)
     finish: list[Finish] = ["length"] * rows
+    kept: list[KeptRow | None] = [None] * rows
     slots = torch.arange(rows)  # the row of each decoding slot
     is_open = torch.ones(rows, dtype=torch.bool)
     for t in range(columns):
@@ -125,7 +116,6 @@ def generate(
         # the wait for the device in each step
         sampled, logprob = sampled.cpu(), logprob.float().cpu()
         is_finite = logprob.isfinite()
-        # nothing more can be sampled of a row whose logits are not finite
         for row in slots[is_open & ~is_finite].tolist():
             finish[row] = "error"
         is_open &= is_finite
@@ -136,8 +126,8 @@ def generate(
             row = int(slots[slot])
             finish[row] = "stop"
             is_open[slot] = False
-            if keep is not None:
-                keep(row, slot, tokens[row, :t])
+            if histories is not None and isinstance(decoding, LayeredDecoding):
+                kept[row] = decoding.keep(slot, t, torch.cat([histories[row], tokens[row, :t]]))
         if limits is not None:
             is_open &= t + 1 < limits[slots]
         remaining = int(is_open.sum())
@@ -150,7 +140,8 @@ def generate(
         # rows that have ended, and have not left yet, read any token: nothing of theirs is used
         # again
         decoding.advance(torch.where(is_open, sampled, 0).to(decoding.logits.device))
-    return Generated(tokens, logprobs, lengths, tuple(finish))
+    states = None if histories is None else tuple(kept)
+    return Generated(tokens, logprobs, lengths, tuple(finish), kept=states)
 
 
 def _stopped(
@@ -178,9 +169,7 @@ class Turn:
     row: int
     reply: Any
     prefix: Int[Tensor, "T"]
-    """Tokens of the row so far."""
-    added: Int[Tensor, "R"]
-    """Tokens of the reply and of the template around it."""
+    """Tokens of the row so far, and of the reply and the template around it."""
     limit: int
     """Tokens that the policy may still sample."""
     is_last: bool
@@ -233,34 +222,32 @@ def _next_turn(
 ) -> Turn:
     group = int(rollouts.group_ids[row])
     prompt = rollouts.prompts[group]
-    prefix = rollouts.actions[row, : int(rollouts.lengths[row])]
-    reply = _truncate(policy, reply, max_reply_tokens)
+    before = rollouts.actions[row, : int(rollouts.lengths[row])]
+    reply = _truncate(policy.chat, reply, max_reply_tokens)
     ids = policy.chat.encode_reply(
         prompt.inputs,
         rollouts.completions[row],
         reply,
-        is_closed=len(prefix) > 0 and int(prefix[-1]) in policy.chat.eos_ids,
+        is_closed=len(before) > 0 and int(before[-1]) in policy.chat.eos_ids,
         tools=policy.tools_of(prompt),
     )
+    prefix = torch.cat([before, torch.tensor(ids).long()])
     limit = space = sampling.max_actions - int(rollouts.mask[row].sum())
     if policy.context is not None:
-        space = policy.context - len(rollouts.shared["prompt_ids"][group]) - len(prefix) - len(ids)
-    added = torch.tensor(ids).long()
-    return Turn(row, reply, prefix, added, min(limit, space), is_last=space < limit)
+        space = policy.context - len(rollouts.shared["prompt_ids"][group]) - len(prefix)
+    return Turn(row, reply, prefix, min(limit, space), is_last=space < limit)
 
 
-def _truncate(policy: TextPolicy, reply: Any, max_tokens: int) -> Any:
+def _truncate(chat: Chat, reply: Any, max_tokens: int) -> Any:
     """Cut a reply to ``max_tokens`` tokens of text; messages beyond them become empty."""
     if isinstance(reply, str):
-        ids = policy.chat.encode_text(reply)
+        ids = chat.encode_text(reply)
         # the last token may end within a character
-        return (
-            reply if len(ids) <= max_tokens else policy.chat.text(ids[:max_tokens]).rstrip("\ufffd")
-        )
+        return reply if len(ids) <= max_tokens else chat.text(ids[:max_tokens]).rstrip("\ufffd")
     messages = []
     for message in reply:
-        content = _truncate(policy, message["content"], max_tokens)
-        max_tokens -= min(max_tokens, len(policy.chat.encode_text(content)))
+        content = _truncate(chat, message["content"], max_tokens)
+        max_tokens -= min(max_tokens, len(chat.encode_text(content)))
         messages.append({**message, "content": content})
     return messages
 
@@ -306,7 +293,7 @@ def _batch_of(rollouts: Rollouts, turns: Sequence[Turn]) -> TokenBatch:
         owners=owners,
         addresses=tuple(zip(draws, rollouts.per_row["sample"][rows].tolist(), strict=True)),
         starts=tuple(rollouts.mask[rows].sum(dim=1).tolist()),
-        prefixes=tuple(torch.cat([turn.prefix, turn.added]) for turn in turns),
+        prefixes=tuple(turn.prefix for turn in turns),
         limits=torch.tensor([turn.limit for turn in turns]),
         kept=None if kept is None else tuple(kept[turn.row] for turn in turns),
     )
@@ -320,33 +307,31 @@ def _join_turns(
     stop: Sequence[str],
 ) -> Rollouts:
     """Rollouts with replies and sampled turns behind the rows' tokens."""
-    starts = [len(turn.prefix) + len(turn.added) for turn in turns]
-    longest = int((torch.tensor(starts) + generated.lengths).max())
-    padding = (0, max(0, longest - rollouts.actions.shape[1]))
+    ends = [
+        len(turn.prefix) + count
+        for turn, count in zip(turns, generated.lengths.tolist(), strict=True)
+    ]
+    padding = (0, max(0, max(ends) - rollouts.actions.shape[1]))
     names = ("actions", "mask", "sampler_logprobs", "policy_version")
     columns: dict[str, Any] = {name: F.pad(getattr(rollouts, name), padding) for name in names}
-    versions = generated.versions
     lengths = rollouts.lengths.clone()
     is_full = rollouts.per_row["context_full"].clone()
-    finish = list(rollouts.finish)
-    completions = list(rollouts.completions)
+    finish, completions = list(rollouts.finish), list(rollouts.completions)
     texts = list(rollouts.per_row["text"])
-    for n, (turn, start) in enumerate(zip(turns, starts, strict=True)):
-        row = turn.row
+    for n, (turn, end) in enumerate(zip(turns, ends, strict=True)):
+        row, start = turn.row, len(turn.prefix)
         finish[row] = generated.finish[n]
         if turn.is_last and finish[row] == "length":
             is_full[row] = True
             continue
-        count = int(generated.lengths[n])
+        count = end - start
         ids = generated.tokens[n, :count]
-        span = slice(start, start + count)
-        columns["actions"][row, len(turn.prefix) : start] = turn.added
-        columns["actions"][row, span] = ids
-        columns["mask"][row, span] = True
-        columns["sampler_logprobs"][row, span] = generated.logprobs[n, :count]
-        if versions is not None:
-            columns["policy_version"][row, span] = versions[n, :count]
-        lengths[row] = span.stop
+        columns["actions"][row, :end] = torch.cat([turn.prefix, ids])
+        columns["mask"][row, start:end] = True
+        columns["sampler_logprobs"][row, start:end] = generated.logprobs[n, :count]
+        if generated.versions is not None:
+            columns["policy_version"][row, start:end] = generated.versions[n, :count]
+        lengths[row] = end
         texts[row] = cut_at_stop(policy.chat.text(ids.tolist()), stop)
         tools = policy.tools_of(rollouts.prompts[int(rollouts.group_ids[row])])
         answer = policy.completion(ids.tolist(), texts[row], turn.reply, tools, stop)

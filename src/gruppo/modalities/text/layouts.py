@@ -1,34 +1,27 @@
 """How rows are laid out for scoring, and split into micro-batches.
 
-stream: groups one after another without padding, each prompt once and its completions behind it. P
-+ G (R - 1) tokens
-    instead of G (P + R), since a completion's last token predicts nothing. Attention runs over
-    blocks of queries.
-packed: the same tokens, each group as a row of the model's own forward under a block mask.
+stream: groups one after another without padding, each prompt once and its completions behind it.
+    P + G (R - 1) tokens instead of G (P + R), since a completion's last token predicts nothing.
+    Positions restart at the prompt's end and completions do not see each other, as if each were
+    alone. Attention runs over blocks of queries.
 padded: each prompt with its completion as a row of its own.
-
-In the first two, positions restart at the prompt's end, as if each completion were alone, and
-completions do not see each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-Layout = Literal["stream", "packed", "padded"]
 Texts = Sequence[Int[Tensor, "L"]]
 """Token ids of some texts, each of a length of its own."""
 
 MULTIPLE = 16
-"""Streams are padded to a multiple with tokens that no other token sees: a CPU's bfloat16 products
-of odd sizes are a quarter slower."""
+"""Streams are padded to a multiple: a CPU's bfloat16 products of odd sizes are a quarter slower."""
 BLOCK_QUERIES = 128
 """Columns of one block: later columns are not multiplied and then masked."""
 BLOCK_SCORES = 2**16
@@ -40,6 +33,8 @@ groups would be many small operations. Attention of 12 groups of 52 tokens takes
 35, forward and backward."""
 WASTE = 1.25
 """Completions share a block if the longest is at most this much longer than the shortest."""
+Span = tuple[int, int]
+"""First token of a text, and its length."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +48,11 @@ class AttentionBlock:
     shared: slice
     """Tokens that all queries see: the prompt's. Empty in blocks of prompts and of groups."""
     tokens: Int[Tensor, "c s"]
-    """Tokens of the texts; behind the end of a short one its first is repeated, unseen by real
-    tokens."""
+    """Tokens of the texts; behind the end of a short one, the stream's last, which is padding."""
     first: int
     """The queries are ``tokens[:, first:]``, [c, r]."""
     bias: Float[Tensor, "c 1 r S"]
     """0 if a query sees a key, else -inf; keys are the shared tokens, then these."""
-    real: Int[Tensor, "n"] | None
-    """Indices over [c, r] of the queries that are tokens and not repetitions; None if all are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,16 +76,14 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False)
 class Stream(Tokens):
-    """Groups one after another."""
+    """Groups one after another, and padding that no other token sees."""
 
     positions: Int[Tensor, "N"]
     spans: Int[Tensor, "3 N"]
     """What each token sees: its prompt's tokens, if it is of a completion, from the first index to
     before the second, and those of its own text from the third to itself."""
-    texts: tuple[tuple[slice, int, int], ...]
-    """The prompt that all tokens of a text see, its first token, and its length; small groups are
-    one text."""
-    groups: tuple[slice, ...]
+    texts: tuple[tuple[slice, Span], ...]
+    """The prompt that all tokens of a text see, and the text; small groups are one text."""
 
 
 def sees(spans: Iterable[Tensor], query: Tensor, key: Tensor) -> Bool[Tensor, "..."]:
@@ -107,33 +97,30 @@ def stream(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Stre
     indices)."""
     start, prompt_end = torch.zeros(2, len(completions), dtype=torch.long)
     ids, spans = list[Tensor](), list[tuple[int, int, int]]()
-    texts, groups = list[tuple[slice, int, int]](), list[slice]()
+    texts = list[tuple[slice, Span]]()
     end = 0
     for p, prompt in enumerate(prompts):
         shared = slice(end, end + len(prompt))
         ids.append(prompt)
         spans.append((end, end, end))
         end += len(prompt)
-        own = [(slice(0, 0), shared.start, len(prompt))]
+        own = [(slice(0, 0), (shared.start, len(prompt)))]
         for c in (owners == p).nonzero()[:, 0].tolist():
             ids.append(completions[c][:-1])
             # the first completion follows its prompt: one span for both
             is_first = end == shared.stop
             spans.append((shared.start,) * 3 if is_first else (shared.start, shared.stop, end))
-            own.append((shared, end, len(ids[-1])))
+            own.append((shared, (end, len(ids[-1]))))
             start[c], prompt_end[c] = end, shared.stop - 1
             end += len(ids[-1])
-        groups.append(slice(shared.start, end))
         size = end - shared.start
-        texts += [(slice(0, 0), shared.start, size)] if size <= SMALL_GROUP else own
-    ids.append(torch.zeros(-end % MULTIPLE, dtype=torch.long))
-    spans.append((end, end, end))  # padding sees itself and the padding before it
+        texts += [(slice(0, 0), (shared.start, size))] if size <= SMALL_GROUP else own
+    ids.append(torch.zeros(MULTIPLE - end % MULTIPLE, dtype=torch.long))  # one token at least
+    spans.append((end, end, end))
     lengths = torch.tensor([len(text) for text in ids])
     of_tokens = torch.tensor(spans).mT.repeat_interleave(lengths, dim=1)
     positions = torch.arange(of_tokens.shape[1]) - of_tokens[2] + of_tokens[1] - of_tokens[0]
-    return Stream(
-        torch.cat(ids), start, prompt_end, positions, of_tokens, tuple(texts), tuple(groups)
-    )
+    return Stream(torch.cat(ids), start, prompt_end, positions, of_tokens, tuple(texts))
 
 
 def pad(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Tokens:
@@ -152,61 +139,51 @@ def attention_blocks(
 
     The copies do not wait for the device, as everywhere between forward and optimizer step.
     """
-    by_prompt: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for shared, start, length in tokens.texts:
-        if length:
-            by_prompt.setdefault((shared.start, shared.stop), []).append((start, length))
-    blocks = []
-    for (start, stop), texts in by_prompt.items():
-        for group in _of_similar_length(stop - start, texts):
-            for block in _blocks(tokens, slice(start, stop), group):
-                real = None if block.real is None else block.real.to(device, non_blocking=True)
-                blocks.append(
-                    replace(
-                        block,
-                        tokens=block.tokens.to(device, non_blocking=True),
-                        bias=block.bias.to(device, dtype, non_blocking=True),
-                        real=real,
-                    )
-                )
-    return blocks
+    by_prompt: dict[Span, list[Span]] = {}
+    for shared, text in tokens.texts:
+        if text[1]:
+            by_prompt.setdefault((shared.start, shared.stop), []).append(text)
+    return [
+        AttentionBlock(
+            slice(*shared),
+            own.to(device, non_blocking=True),
+            first,
+            bias.to(device, dtype, non_blocking=True),
+        )
+        for shared, texts in by_prompt.items()
+        for similar in _of_similar_length(shared[1] - shared[0], texts)
+        for own, first, bias in _blocks(tokens, torch.arange(*shared), similar)
+    ]
 
 
-def _of_similar_length(
-    prefix: int, texts: Sequence[tuple[int, int]]
-) -> list[list[tuple[int, int]]]:
-    """Texts (first token, length) that can share a block; ``prefix``: tokens that each sees before
-    its own."""
-    groups: list[list[tuple[int, int]]] = []
-    for start, length in sorted(texts, key=lambda text: -text[1]):
-        longest = groups[-1][0][1] if groups else 0
-        count = len(groups[-1]) + 1 if groups else 0
-        scores = count * min(longest, BLOCK_QUERIES) * (prefix + longest)
-        if not groups or longest > WASTE * length or scores > BLOCK_SCORES:
-            groups.append([])
-        groups[-1].append((start, length))
+def _of_similar_length(prefix: int, texts: Sequence[Span]) -> list[list[Span]]:
+    """Texts that can share a block; ``prefix``: tokens that each sees before its own."""
+    groups: list[list[Span]] = []
+    for text in sorted(texts, key=lambda text: -text[1]):
+        if groups:
+            longest = groups[-1][0][1]
+            scores = (len(groups[-1]) + 1) * min(longest, BLOCK_QUERIES) * (prefix + longest)
+            if longest <= WASTE * text[1] and scores <= BLOCK_SCORES:
+                groups[-1].append(text)
+                continue
+        groups.append([text])
     return groups
 
 
 def _blocks(
-    tokens: Stream, shared: slice, texts: Sequence[tuple[int, int]]
-) -> Iterator[AttentionBlock]:
-    """Cut texts (first token, length) of similar length, the longest first, into runs of
-    columns."""
+    tokens: Stream, shared: Int[Tensor, "P"], texts: Sequence[Span]
+) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """Cut texts of similar length, the longest first, into runs of columns: tokens, first and bias
+    of each block."""
     starts, lengths = torch.tensor(texts).mT[:, :, None]  # [c, 1] each
     longest = texts[0][1]
     for first in range(0, longest, BLOCK_QUERIES):
         columns = torch.arange(min(first + BLOCK_QUERIES, longest))
-        is_real = columns < lengths  # [c, s]
-        own = starts + torch.where(is_real, columns, 0)
-        keys = torch.cat([torch.arange(shared.start, shared.stop).expand(len(own), -1), own], dim=1)
-        is_key = nn.functional.pad(is_real, (keys.shape[1] - own.shape[1], 0), value=True)
+        own = torch.where(columns < lengths, starts + columns, len(tokens.ids) - 1)  # [c, s]
+        keys = torch.cat([shared.expand(len(own), -1), own], dim=1)
         queries = own[:, first:, None]  # [c, r, 1]
-        visible = sees(tokens.spans[:, queries], queries, keys[:, None]) & is_key[:, None]
-        bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None]
-        is_query = is_real[:, first:]
-        real = None if is_query.all() else is_query.flatten().nonzero()[:, 0]
-        yield AttentionBlock(shared, own, first, bias, real)
+        visible = sees(tokens.spans[:, queries], queries, keys[:, None])
+        yield own, first, torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)[:, None]
 
 
 def split_rows(
@@ -215,44 +192,47 @@ def split_rows(
     group_ids: Tensor,
     rows: Sequence[int],
     budget: int,
-    layout: Layout,
+    *,
+    is_padded: bool,
 ) -> list[list[int]]:
     """Split rows, of all [B] that have lengths, into micro-batches of at most ``budget`` tokens,
     padding included.
 
-    Where a prompt is read once for its group, rows of a group stay together if they fit; a larger
-    group is cut into as few parts of like size as possible, each of which reads the prompt again.
-    Padded parts are of like length.
+    Rows of a stream stay together by group, whose prompt is read once, if they fit; a larger group
+    is cut into as few parts of similar size as possible. Padded rows are sorted by length.
     """
     by_group: dict[int, list[int]] = {}
     for row in rows:
-        by_group.setdefault(row if layout == "padded" else int(group_ids[row]), []).append(row)
-    parts: list[tuple[int, list[int]]] = []  # tokens, rows
-    for group in by_group.values():
-        prompt, row_lengths = int(prompt_lengths[group[0]]), [int(lengths[row]) for row in group]
-        total = sum(row_lengths)
-        # as few parts as hold the group, of like size: full ones would leave a short last one
-        count = -(-total // max(budget - prompt, 1)) or 1
-        limit = min(budget - prompt, -(-total // count) + max(row_lengths) - 1)
-        tokens, members = 0, list[int]()
-        for row, length in zip(group, row_lengths, strict=True):
-            if members and tokens + length > limit:
-                parts.append((prompt + tokens, members))
-                tokens, members = 0, []
-            tokens += length
-            members.append(row)
-        parts.append((prompt + tokens, members))
-    parts.sort(
-        key=lambda part: -part[0]
-    )  # the longest first, which sets the width of padded micro-batches
+        by_group.setdefault(row if is_padded else int(group_ids[row]), []).append(row)
+    parts = list[tuple[int, list[int]]]()  # tokens, rows
+    for members in by_group.values():
+        parts += _parts(int(prompt_lengths[members[0]]), members, lengths[members].tolist(), budget)
+    # the longest first, which sets the width of padded micro-batches
+    parts.sort(key=lambda part: -part[0])
     micro_batches, sizes = list[list[int]](), list[int]()
     for tokens, members in parts:
-        cost = sum(sizes) + tokens
-        if layout == "padded":  # each part is as long as the first, the longest
-            cost = (len(sizes) + 1) * max(sizes, default=0)
+        cost = (len(sizes) + 1) * max(sizes, default=0) if is_padded else sum(sizes) + tokens
         if not micro_batches or cost > budget:
             micro_batches.append([])
             sizes = []
         micro_batches[-1] += members
         sizes.append(tokens)
     return micro_batches
+
+
+def _parts(
+    prompt: int, rows: Sequence[int], lengths: Sequence[int], budget: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Tokens and rows of each part of a group. Full parts would leave a short last one, so all have
+    similar sizes."""
+    total = sum(lengths)
+    count = -(-total // max(budget - prompt, 1)) or 1
+    limit = min(budget - prompt, -(-total // count) + max(lengths) - 1)
+    tokens, members = 0, list[int]()
+    for row, length in zip(rows, lengths, strict=True):
+        if members and tokens + length > limit:
+            yield prompt + tokens, members
+            tokens, members = 0, []
+        tokens += length
+        members.append(row)
+    yield prompt + tokens, members

@@ -47,7 +47,6 @@ def from_pretrained(
     *,
     compute: Compute = "auto",
     trust_remote_code: bool = False,
-    chunk: int = 256,
     needs_head: bool = True,
     adapt: Adapt | None = None,
     is_merged: bool = False,
@@ -68,7 +67,9 @@ def from_pretrained(
     """
     path = model_of(path)
     if is_custom(path) or names_function(path):
-        return _open_function(path, compute, device, adapt, load_in_4bit, seed)
+        if load_in_4bit:
+            raise four_bit_error(path)
+        return _open_function(path, compute, device, adapt, seed)
     model_path, tokenizer_path = path, path
     if is_adapter(path):
         if adapt is not None:
@@ -87,16 +88,14 @@ def from_pretrained(
         model_path, tokenizer_path, trust_remote_code, quantization, place, bool(adapt)
     )
     missing = sorted(loading["missing_keys"])
-    policy = None
-    if not missing or (not needs_head and _lacks_head_alone(module, loading)):
-        policy = from_transformers(
-            module, tokenizer, compute=compute, chunk=chunk, adapt=adapt, device=device
-        )
-    if policy is None or (missing and policy.trunk() is policy.module):
-        raise GruppoError(f"""model {path!r} lacks {len(missing)} weights that a
-            {type(module).__name__} has, {missing[0]} first; they would be random. Give a folder
-            with all weights of a causal language model.""")
-    return policy
+    is_usable = not missing or (not needs_head and _lacks_head_alone(module, loading))
+    if is_usable:
+        policy = from_transformers(module, tokenizer, compute=compute, adapt=adapt, device=device)
+        if not missing or policy.backbone.splits:
+            return policy
+    raise GruppoError(f"""model {path!r} lacks {len(missing)} weights that a
+        {type(module).__name__} has, {missing[0]} first; they would be random. Give a folder
+        with all weights of a causal language model.""")
 
 
 def _lacks_head_alone(module: Any, loading: Mapping[str, Any]) -> bool:
@@ -111,15 +110,8 @@ def _lacks_head_alone(module: Any, loading: Mapping[str, Any]) -> bool:
 
 
 def _open_function(
-    path: str,
-    compute: Compute,
-    device: str,
-    adapt: Adapt | None,
-    load_in_4bit: bool,
-    seed: int,
+    path: str, compute: Compute, device: str, adapt: Adapt | None, seed: int
 ) -> TextPolicy:
-    if load_in_4bit:
-        raise four_bit_error(path)
     policy = open_custom(path, seed=seed)
     if not isinstance(policy, TextPolicy):
         raise GruppoError(f"{path} makes a {type(policy).__name__}, not a language model.")
@@ -146,7 +138,7 @@ def _base_of_adapter(adapter: Adapter, *, is_merged: bool) -> tuple[str, Adapt]:
 def four_bit_error(model: str) -> GruppoError:
     return GruppoError(
         f"""lora.load_in_4bit quantizes a model of transformers while it is read from files, and
-                    {model!r} is made in memory""",
+            {model!r} is made in memory""",
         option="lora.load_in_4bit",
         advice="False, or give a folder or a hub id",
     )
@@ -174,19 +166,21 @@ def _load(
         )
     check_seal(folder)
     source = str(folder) if is_local else path
-    code = {"trust_remote_code": trust_remote_code}
-    options: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True, **code}
+    options = dict[str, Any](dtype=torch.float32, use_safetensors=True)
     kind = "tokenizer"
     hf_logging.disable_progress_bar()
     try:
-        if is_local:
-            entries = read_json(folder / "config.json")
-        else:
-            entries = PretrainedConfig.get_config_dict(source)[0]
+        config_file = folder / "config.json"
+        entries = (
+            read_json(config_file) if is_local else PretrainedConfig.get_config_dict(source)[0]
+        )
         check_layers(entries, source)
-        tokenizer = AutoTokenizer.from_pretrained(Path(tokenizer_path).expanduser(), **code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            Path(tokenizer_path).expanduser(), trust_remote_code=trust_remote_code
+        )
         kind = "model"
-        found = getattr(AutoConfig.from_pretrained(source, **code), "quantization_config", None)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        found = getattr(config, "quantization_config", None)
         if found is not None:
             check_quantized(found, f"the model {source!r}", has_adapter=has_adapter)
         elif quantization is not None:
@@ -195,7 +189,7 @@ def _load(
             # by default, transformers takes the first GPU, on all ranks
             options["device_map"] = {"": place or "cpu"}
         module, loading = AutoModelForCausalLM.from_pretrained(
-            source, output_loading_info=True, **options
+            source, output_loading_info=True, trust_remote_code=trust_remote_code, **options
         )
     except GruppoError:
         raise
@@ -216,7 +210,6 @@ def from_transformers(
     tokenizer: Any,
     *,
     compute: Compute = "auto",
-    chunk: int = 256,
     adapt: Adapt | None = None,
     device: str = "auto",
 ) -> TextPolicy:
@@ -224,19 +217,7 @@ def from_transformers(
     ``device`` allows."""
     name = type(module).__name__
     if getattr(module, "is_quantized", False):
-        settings = module.config.quantization_config
-        check_quantized(settings, f"this {name}", has_adapter=bool(adapt))
-        for layer_name, layer in four_bit_layers(module).items():
-            # a block of 64 weights shares a scale. Of rows that are no whole blocks, bitsandbytes
-            # 0.50 takes the wrong scales on a CPU: an error of 38% in place of 9% at 48 inputs,
-            # silently
-            if layer.in_features % (size := layer.weight.quant_state.blocksize):
-                raise GruppoError(
-                    f"""{layer_name} has {layer.in_features} inputs, and bitsandbytes computes
-                        4-bit layers rightly only where they are a multiple of {size}""",
-                    option="lora.load_in_4bit",
-                    advice="False",
-                )
+        _check_four_bit(module, has_adapter=adapt is not None)
         compute_in(module, torch.float32)
     else:
         module.float()  # masters, whatever dtype the files have
@@ -244,9 +225,9 @@ def from_transformers(
     if (gpu := _accelerator(device)) is not None and not is_requested():
         module = module.to(gpu)
     backbone = probe(module)
-    if not (backbone.caches or backbone.decodes):
+    if not (backbone.caches or backbone.runs_layers):
         log.warning("%s: its cache is not exact, so each token reads its whole row (slow).", name)
-    if backbone.layout == "padded":
+    if backbone.is_padded:
         log.warning("%s: in updates each completion reads its prompt again (slower).", name)
     dtype = _compute_dtype(compute, module.get_input_embeddings().weight.shape[1], module, device)
     if adapt is not None:
@@ -259,7 +240,22 @@ def from_transformers(
     ends = [*(ends if isinstance(ends, list | tuple) else [ends]), tokenizer.eos_token_id]
     chat = Chat(tokenizer, tuple(dict.fromkeys(i for i in ends if i is not None)))
     context = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    return TextPolicy(module, backbone, chat, context=context, compute_dtype=dtype, chunk=chunk)
+    return TextPolicy(module, backbone, chat, context=context, compute_dtype=dtype)
+
+
+def _check_four_bit(module: Any, *, has_adapter: bool) -> None:
+    settings = module.config.quantization_config
+    check_quantized(settings, f"this {type(module).__name__}", has_adapter=has_adapter)
+    for name, layer in four_bit_layers(module).items():
+        # a block of 64 weights shares a scale. Of rows that are not whole blocks, bitsandbytes 0.50
+        # takes the wrong scales on a CPU: an error of 38% in place of 9% at 48 inputs, silently
+        if layer.in_features % (size := layer.weight.quant_state.blocksize):
+            raise GruppoError(
+                f"""{name} has {layer.in_features} inputs, and bitsandbytes computes 4-bit layers
+                    rightly only where they are a multiple of {size}""",
+                option="lora.load_in_4bit",
+                advice="False",
+            )
 
 
 def place(policy: TextPolicy, compute: Compute, device: str = "auto") -> TextPolicy:
@@ -292,7 +288,6 @@ def from_module(
     context: int | None = None,
     render: Render | None = None,
     compute: Compute = "float32",
-    chunk: int = 256,
 ) -> TextPolicy:
     """Make a policy of any module that maps ids [B, T] to logits [B, T, V] causally; transformers
     is not needed.
@@ -310,22 +305,15 @@ def from_module(
     widths = [parameter.shape[-1] for parameter in module.parameters() if parameter.dim() == 2]
     dtype = _compute_dtype(compute, max(widths, default=64), module)
     chat = Chat(tokenizer, eos_ids, is_plain=True, render=render)
-    return TextPolicy(
-        module,
-        Backbone(module, is_plain=True),
-        chat,
-        context=context,
-        compute_dtype=dtype,
-        chunk=chunk,
-    )
+    backbone = Backbone(module, is_plain=True)
+    return TextPolicy(module, backbone, chat, context=context, compute_dtype=dtype)
 
 
 def _accelerator(device: str = "auto") -> torch.device | None:
     """Return this rank's GPU, if there is any and the requested device is not another."""
-    if device not in ("auto", "cuda"):
+    if device not in ("auto", "cuda") or not usable_cuda()[0]:
         return None
-    count = torch.cuda.device_count() if usable_cuda()[0] else 0
-    return torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}") if count else None
+    return torch.device(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
 
 
 def _compute_dtype(

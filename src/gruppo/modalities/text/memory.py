@@ -14,10 +14,15 @@ GPU's are not."""
 
 
 def activations(
-    config: Any, tokens: int, dtype: torch.dtype, layout: str, *, is_recomputed: bool = False
+    config: Any,
+    tokens: int,
+    dtype: torch.dtype,
+    *,
+    is_padded: bool = False,
+    is_recomputed: bool = False,
 ) -> int:
-    """Bytes of T tokens: T layers (6 H + 2 K + 2 F) numbers of our layers ("stream"), T layers (16
-    H + 4 F) else.
+    """Bytes of T tokens: T layers (6 H + 2 K + 2 F) numbers of our layers, T layers (16 H + 4 F) of
+    the model's own, which padded rows run.
 
     H numbers of a feature, K of a key, F of the feed-forward; ours are inputs, norms, q, k, v, the
     output of attention, gate and up. Counted for the Llama layout, whose own norms and rotations
@@ -28,9 +33,9 @@ def activations(
     try:
         model = config.get_text_config()
         feed_forward = getattr(model, "intermediate_size", None) or 4 * model.hidden_size
-        numbers = 16 * model.hidden_size + 4 * feed_forward
-        if layout == "stream":
-            numbers = 6 * model.hidden_size + 2 * key_numbers(model) + 2 * feed_forward
+        numbers = 6 * model.hidden_size + 2 * key_numbers(model) + 2 * feed_forward
+        if is_padded:
+            numbers = 16 * model.hidden_size + 4 * feed_forward
         layers = model.num_hidden_layers
         of_all = numbers + layers * model.hidden_size if is_recomputed else layers * numbers
         return dtype.itemsize * tokens * of_all

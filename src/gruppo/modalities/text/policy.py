@@ -142,7 +142,7 @@ class TextPolicy(
     def shard(self, apply: Callable[..., None]) -> None:
         """Shard the master weights; FSDP casts them where they are gathered, in place of a copy."""
         self.copy = None
-        self.backbone = replace(self.backbone, module=self.module, dtype=self.compute_dtype)
+        self.backbone = replace(self.backbone, module=self.module)
         is_cast = self._dtypes() != {self.compute_dtype}
         apply(self.module, compute_dtype=self.compute_dtype if is_cast else None)
 
@@ -214,7 +214,7 @@ class TextPolicy(
         mean = sum(lengths) / len(lengths)
         rows = config.rollout.prompts * group_size
         new = config.rollout.max_new_tokens
-        if self.backbone.layout == "padded":
+        if self.backbone.is_padded:
             read, how = rows, "the prompt with every row"
         else:
             read, how = config.rollout.prompts, "a group's prompt once"
@@ -233,8 +233,13 @@ class TextPolicy(
         return working_memory(self, config, self.longest_prompt(prompts), budget, rows)
 
     def bytes_per_unit(self) -> int:
-        config, layout = getattr(self.module, "config", None), self.backbone.layout
-        return activations(config, 1, self.compute_dtype, layout, is_recomputed=self.is_recomputed)
+        return activations(
+            getattr(self.module, "config", None),
+            1,
+            self.compute_dtype,
+            is_padded=self.backbone.is_padded,
+            is_recomputed=self.is_recomputed,
+        )
 
     def longest_prompt(self, prompts: Sequence[Prompt] | Rollouts) -> int:
         if isinstance(prompts, Rollouts):
@@ -451,7 +456,7 @@ class TextPolicy(
             rollouts.group_ids,
             rows,
             budget,
-            self.backbone.layout,
+            is_padded=self.backbone.is_padded,
         )
         return [
             MicroBatch(torch.tensor(part), slice(0, int(rollouts.lengths[part].max())))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,33 +15,43 @@ log = logging.getLogger("gruppo")
 
 
 class StaticDecoding(LayeredDecoding):
-    """``LayeredDecoding`` whose step reads and writes the same buffers each time, all cells of the
+    """``LayeredDecoding`` whose step reads and writes the same buffers each time, all slots of the
     grid included.
 
     The column to write is a number on the device, and columns that are not written yet are masked.
-    Buffers change their sizes when they are full, and when half of the grid is empty; the next step
-    is then recorded anew.
+    Buffers change their sizes when they are full, and when half of the grid is empty; the first
+    step after that is run plainly, the second is recorded, and further ones replay it. Elsewhere
+    than on CUDA, or if recording fails (with one warning), each step is run plainly.
     """
 
     columns = 128
     min_used_frac = 0.5
-    graph: Graph | None = None
+    can_record: ClassVar[bool] = True
+    steps = 0
+    """Steps since the buffers have their sizes."""
+    graph: Any = None
 
     def _resize(self, *args: Any) -> None:
         super()._resize(*args)
-        self.graph = None
+        self.steps, self.graph = 0, None
 
     @torch.no_grad()
     def advance(self, tokens: Int[Tensor, "N"]) -> None:
         self._grow()
-        if self.graph is None:
-            self.graph = Graph()
+        if self.steps == 0:
             self.tokens = torch.zeros_like(self.first)
             self.column = self.first.new_zeros(1)
             self.slots = torch.arange(len(self.first), device=self.first.device)
         self.tokens[self.slot_of_row] = tokens
         self.column.fill_(self.written)  # in place: the recorded step reads this tensor
-        self.logits = self.graph.run(self._step)[self.slot_of_row]
+        if self.steps == 1 and torch.cuda.is_available() and StaticDecoding.can_record:
+            self._record()
+        if self.graph is None:
+            self.out = self._step()
+        else:
+            self.graph.replay()
+        self.logits = self.out[self.slot_of_row]
+        self.steps += 1
         self.written += 1
 
     def _step(self) -> Float[Tensor, "slots V"]:
@@ -56,42 +64,16 @@ class StaticDecoding(LayeredDecoding):
         x = self._forward(self.tokens, self.slots, self.column, None, hidden, width)
         return self.fused.head(x)
 
-
-@dataclass(eq=False)
-class Graph:
-    """A step as one CUDA graph: run plainly at the first call, recorded at the second, replayed
-    from then on.
-
-    The step reads and writes buffers that stay where they are. Elsewhere than on CUDA, or if
-    recording fails (with one warning), each call runs it plainly. The step is not kept: it belongs
-    to the decoding that owns the graph, and a cycle of references would keep all buffers until
-    Python's collector runs.
-    """
-
-    has_failed: ClassVar = False
-    calls: int = 0
-    graph: Any = None
-    out: Any = None
-
-    def run(self, step: Callable[[], Tensor]) -> Tensor:
-        self.calls += 1
-        if self.calls == 2 and torch.cuda.is_available() and not Graph.has_failed:
-            self._record(step)
-        if self.graph is None:
-            return step()
-        self.graph.replay()
-        return self.out
-
-    def _record(self, step: Callable[[], Tensor]) -> None:
+    def _record(self) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
             # other threads, such as one that writes a checkpoint, continue with their calls
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self.out = step()
+                self.out = self._step()
             self.graph = graph
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            Graph.has_failed = True
+            StaticDecoding.can_record = False
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             log.warning("decoding: no CUDA graph can be recorded, which is slower: %.200s", first)
