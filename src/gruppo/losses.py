@@ -277,12 +277,14 @@ class PPOLoss(_PolicyLoss):
                 f"value_clip={clip:g} needs old_values. Pass them, or set value_clip=0."
             )
         _check(policy_logprobs, mask, values=values, entropy=entropy, old_values=old_values)
-        stored = {
-            "advantages": advantages,
-            "old_policy_logprobs": old_policy_logprobs,
-            "returns": returns,
-        }
-        _check(policy_logprobs, mask, is_finite=True, **stored)
+        _check(
+            policy_logprobs,
+            mask,
+            is_finite=True,
+            advantages=advantages,
+            old_policy_logprobs=old_policy_logprobs,
+            returns=returns,
+        )
 
         def columns(x: Tensor | None) -> Any:
             return x[:, None] if x is not None and x.ndim == 1 else x  # [batch]: one action a row

@@ -73,7 +73,7 @@ def peak_memory_gib() -> float:
 def free_bytes(device: torch.device, root: Path = Path("/")) -> int:
     """Memory that can still be allocated: on the accelerator, or on this machine and in this
     process's cgroups (version 2)."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
     import torch
 
     if device.type == "cuda":

@@ -223,7 +223,7 @@ class Curriculum(SourceWrapper):
 
     def difficulty(self, prompt: Prompt) -> float:
         """The number in the prompt's column."""
-        value = prompt.meta.get(self.column)
+        value: Any = prompt.meta.get(self.column)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):
             raise DataError(

@@ -211,7 +211,7 @@ def probe(module: Any) -> Backbone:
     prompts = [torch.arange(1, n, device=device) * 7919 % vocabulary for n in (4, 7)]
     plain_logits = cache(lambda logits_of: logits_of(plain, prompts).float())
 
-    def agrees(logits_of: Callable[[Backbone, Texts], Tensor], **fast_way: bool) -> bool:
+    def agrees(logits_of: Callable[[Backbone, Texts], Tensor], **fast_way: Any) -> bool:
         try:
             with torch.no_grad():
                 logits = logits_of(replace(plain, **fast_way), prompts).float()

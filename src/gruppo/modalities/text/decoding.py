@@ -412,7 +412,7 @@ def lean_norm(module: Any) -> Map:
 def fused(*modules: Any) -> Map:
     """A function that concatenates the outputs of the modules for one input."""
     parts = [low_rank(module) for module in modules]
-    linears = [part.base if isinstance(part, LowRank) else part for part in parts]
+    linears: list[Any] = [part.base if isinstance(part, LowRank) else part for part in parts]
     if not all(linear is not None and _packs(linear.weight) for linear in linears):
         if len(modules) == 1:
             return modules[0]
