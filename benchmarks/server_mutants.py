@@ -214,7 +214,7 @@ def attempt(fault: str, policy: Any, prompts: Sequence[Prompt], url: str) -> str
     """Publish to a server with a fault; what the engine says of it."""
     with tempfile.TemporaryDirectory(prefix="gruppo-mutants-") as place:
         untrained = Publication(Path(place) / "untrained").write(
-            "v", policy.served_weights(), policy.served_config()
+            "gruppo-v", policy.served_weights(), policy.served_config()
         )
         proxies = [Proxy(url, untrained) for _ in range(2 if fault == "swapped replicas" else 1)]
         for proxy in proxies:

@@ -91,7 +91,7 @@ def rates(options: Any) -> str:
     import torch
 
     from gruppo.engines import LocalEngine
-    from gruppo.engines.vllm import VllmEngine
+    from gruppo.engines.vllm import VllmEngine, WeightCheck
     from gruppo.inference import load_policy
     from gruppo.types import MicroBatch, Prompt, Request, Sampling
 
@@ -104,7 +104,10 @@ def rates(options: Any) -> str:
     sampling = Sampling(temperature=1.0, max_actions=options.tokens)
     lines = [f"{'engine':8}{'tokens/s':>10}{'least':>8}{'most':>8}{'mismatch mean':>15}{'max':>7}"]
     with tempfile.TemporaryDirectory(prefix="gruppo-rates-") as folder:
-        served = VllmEngine(policy, [options.url], Path(folder) / "published", timeout_s=600)
+        prompts = [request.prompt for request in requests]
+        checker = WeightCheck(policy, prompts, sampling, max_mismatch=0.2)
+        place = Path(folder) / "published"
+        served = VllmEngine(policy, [options.url], place, checker=checker, timeout_s=600)
         try:
             served.check(256 + options.tokens)
             served.sync(policy, 1)

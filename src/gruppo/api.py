@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import logging
 import os
 import shlex
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -22,12 +21,12 @@ from rich.console import Console
 from gruppo import distributed as dist
 from gruppo import trust
 from gruppo.build import (
+    PARTS,
     Parts,
     build,
     missing_parts,
     name_of,
     validate,
-    warn_of_overlap,
     with_absolute_paths,
 )
 from gruppo.config import peer_options, serialization
@@ -35,8 +34,6 @@ from gruppo.config.options import options
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.sections import sections
 from gruppo.config.stages import SCHEDULED, stage_path
-from gruppo.distributed import sharding
-from gruppo.environments import is_class
 from gruppo.errors import as_argument, as_flag
 from gruppo.loading import code_digest, command_name, importing, refuse_during_import
 from gruppo.protocols import Policy
@@ -51,14 +48,12 @@ from gruppo.trainer.callbacks import Callbacks, Step
 from gruppo.trainer.evaluate import Evaluated, held_out
 from gruppo.trainer.prefetch import PrefetchEngine
 from gruppo.trainer.run import Run
-from gruppo.trainer.run_dir import RunFolder, check_is_run, environment
+from gruppo.trainer.run_dir import RunFolder, check_is_run, environment, functions_of
 from gruppo.trainer.watch import logged, on_screen, output_may_close
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
-OBJECTS = ("model", "data", "reward", "environment", "tools", "engine", "validation")
-"""Arguments that may be Python objects in place of the config's names."""
 MAX_PROMPT = 120
 """Characters of a prompt that is put into a command."""
 
@@ -137,38 +132,34 @@ class Trainer:
         **changes: Any,
     ) -> None:
         refuse_during_import()
-        parts = Parts.of(model, data, reward, environment, tools, engine, validation)
         if steps is not None:
             changes["steps"] = steps
-        if engine is not None:
-            changes = {"engine": name_of(engine), **changes}
         try:
-            name = str(config) if isinstance(config, str | Path) else None
-            file = None if name is None else config_file(name)
-            chosen: Any = (config or Config()) if name is None else recipe_config(name)
+            parts = Parts.of(model, data, reward, environment, tools, engine, validation)
+            file = config_file(str(config)) if isinstance(config, str | Path) else None
+            if isinstance(config, str | Path):
+                chosen = recipe_config(str(config))
+            else:
+                chosen = Config() if config is None else config
             if not isinstance(chosen, Config):
                 raise GruppoError(f"""config is {config!r:.80} ({type(config).__name__}); it needs a
                     gruppo.Config, a recipe's name such as "arithmetic", file.py:function, a config
                     file or the folder of a run. Pass single settings by name:
                     gruppo.train(steps=50).""")
             # a file does not turn on remote code: the caller does
-            given = chosen if file is None else replace(chosen, trust_remote_code=False)
-            singles = {"model": model, "data": data, "evaluation.data": validation}
-            names = names_of(parts, environment, tools, track, singles)
-            new = serialization.change(change(given, changes), names)
+            new = chosen if file is None else replace(chosen, trust_remote_code=False)
+            new = serialization.change(change(new, changes), parts.config_entries())
+            if track is not None:
+                # a resumed run opens the trackers that its config names; objects it is given again
+                names = [name_of(one) for one in track]
+                new = replace(new, track=tuple(name for name in names if name != IN_MEMORY))
             if file is not None:
                 check_code(file, chosen, new, trust_run=trust_run)
-            if name is not None and not new.name:
-                new = replace(new, name=new_name(run_stem(name), new.runs_dir))
+            if isinstance(config, str | Path) and not new.name:
+                new = replace(new, name=new_name(run_stem(str(config)), new.runs_dir))
+            options: dict[str, Any] = {"callbacks": callbacks, "track": track or ()}
             with logged() if show else nullcontext():
-                self._open(
-                    new,
-                    parts,
-                    callbacks=callbacks,
-                    track=track or (),
-                    show=show,
-                    trust_run=trust_run,
-                )
+                self._open(new, parts, show=show, trust_run=trust_run, **options)
         except GruppoError as error:
             error.spell = as_argument
             raise
@@ -176,8 +167,8 @@ class Trainer:
     @classmethod
     def resume(cls, path: str | Path, **arguments: Any) -> Trainer:
         """Open a stopped or killed run; see ``gruppo.resume``."""
-        objects = {name: arguments.pop(name, None) for name in OBJECTS}
-        return cls.open(path, Parts.of(**objects), **arguments)
+        objects = [arguments.pop(name, None) for name in PARTS]
+        return cls.open(path, Parts.of(*objects), **arguments)
 
     @classmethod
     def open(
@@ -204,33 +195,37 @@ class Trainer:
         refuse_during_import()
         self._began = time.perf_counter()
         self._result: Result | None = None
-        objects = trackers.guarded([one for one in track if name_of(one) == IN_MEMORY])
         if isinstance(source, Config):
             config = prepared(source, parts)
             path = Path(config.runs_dir) / config.name
             # torchrun gives the command again
             is_new = not (dist.restarts() and (path / "config.json").is_file())
-        if not isinstance(source, Config) or not is_new:
-            path = path if isinstance(source, Config) else Path(source)
-            config = saved_config(path, parts, track)
+        else:
+            path = Path(source)
             is_new = False
+        if not is_new:
+            config = saved_config(path, parts, track)
         dist.set_advice(f"Continue on as many ranks with: {command_name()} resume {path}")
-        settings = serialization.to_dict(config)
         check_equal_ranks(config)
         # the config of a new run is this user's own; the models that it names may not be
-        code = trust.imports_of_run(settings, path)
-        foreign = trust.imports_of_models(settings) if is_new else {path: code}
-        self._listed = [*code, *trust.imports(parts.names)]
+        settings = serialization.to_dict(config)
+        self._code = trust.imports_of_run(settings, path)
+        foreign = trust.imports_of_models(settings) if is_new else {path: self._code}
+        self._listed = [*self._code, *trust.imports(parts.names)]
+        self.folder = path
+        self._files = RunFolder(path)
         with ExitStack() as stack, output_may_close(), ExitStack() as opening:
-            folder = RunFolder(path)
-            stack.callback(folder.close)
+            stack.callback(self._files.close)
             with dist.fail_together():  # before the model is opened, which may take minutes
                 if dist.is_main():
                     for place, names in foreign.items():
                         trust.check(
                             place, names, trust_run=trust_run, trust_remote_code=trust_remote_code
                         )
-                folder.open() if not is_new else folder.check_is_new()
+                if is_new:
+                    self._files.check_is_new()
+                else:
+                    self._files.open()
             # Only now: what an open folder lists is trusted.
             opening.enter_context(importing(self._listed))
             with dist.phase("build"):
@@ -239,18 +234,11 @@ class Trainer:
             if config.engine.lag or config.engine.replay:
                 PrefetchEngine.attach(run, path)
             run.callbacks = Callbacks(callbacks, self) if callbacks else None
+            self.run = run
+            self.config = run.config
+            self.policy = run.policy
             with dist.fail_together():
-                if is_new:
-                    if dist.is_main():  # first: a run that is killed between the two can be resumed
-                        trust.record(path, code)
-                    folder.create(run.config)
-                    folder.check_is_shared(run)
-                    warn_of_overlap(run)
-                else:
-                    folder.check_manifest(run, origin, allow_changes=allow_changes)
-                is_restored = not is_new and folder.restore(run)
-                if not is_restored:
-                    folder.write_manifest(run, origin)
+                is_restored = self._begin(origin, is_new=is_new, allow_changes=allow_changes)
             stack.callback(run.engine.close)
             run.rewards.attach(path)
             # until now it held the first weights, or none
@@ -259,24 +247,33 @@ class Trainer:
             # printed
             with run.stopper.listening():
                 with dist.fail_together():
-                    files = folder.trackers(from_step=run.state.step if is_restored else None)
-                run.trackers += [*files, *objects] if dist.is_main() else []
+                    files = self._files.trackers(from_step=run.state.step if is_restored else None)
+                if dist.is_main():
+                    objects = [one for one in track if name_of(one) == IN_MEMORY]
+                    run.trackers += [*files, *trackers.guarded(objects)]
                 if show and dist.is_main():
-                    run.trackers.append(on_screen(run, folder.path))
+                    run.trackers.append(on_screen(run, path))
                 for tracker in run.trackers:
                     stack.callback(tracker.close)
             if not is_restored:  # reward functions may draw from the global generators
-                checkpoint.seed_random_state(seed_at(run.config.seed, "rewards", dist.rank()))
-            self.run = run
-            self.config = run.config
-            self.policy = run.policy
-            self.folder = path
-            self._files = folder
-            self._code = code
+                checkpoint.seed_random_state(seed_at(config.seed, "rewards", dist.rank()))
             self._first = run.state.step
-            self.steps = loop.steps(run, folder)
+            self.steps = loop.steps(run, self._files)
             # also where a trainer is forgotten, and at the end of the process
             self._close = weakref.finalize(self, stack.pop_all().close)
+
+    def _begin(self, origin: dict[str, Any], *, is_new: bool, allow_changes: bool) -> bool:
+        """Create the run's folder, or restore the run from it; return whether it was restored."""
+        if is_new:
+            if dist.is_main():  # first: a run that is killed between the two can be resumed
+                trust.record(self.folder, self._code)
+            self._files.create(self.config)
+        else:
+            self._files.check_manifest(self.run, origin, allow_changes=allow_changes)
+            if self._files.restore(self.run):
+                return True
+        self._files.write_manifest(self.run, origin)
+        return False
 
     @property
     def is_complete(self) -> bool:
@@ -360,40 +357,36 @@ class Trainer:
         Values are saved in the next checkpoint: a resumed run repeats what a callback set in
         ``on_step``.
         """
+        stages = range(len(self.config.plan))
         for name, value in params.items():
-            self._check_parameter(name, value)
+            if name not in SCHEDULED:
+                known = [f"stage.{n}" for n in SCHEDULED]
+                hint = peer_options.suggestion(name, known, lambda option: option.split(".")[-1])
+                raise GruppoError(
+                    f"unknown step parameter {name}. {hint}It needs one of {', '.join(SCHEDULED)}."
+                )
+            if value is None:
+                continue
+            if not isinstance(value, int | float):
+                raise GruppoError(
+                    f"set({name}={value!r}): it needs a number, or None for the schedule's."
+                )
+            leaves = {f"{stage_path(self.config, index)}.{name}": value for index in stages}
+            try:
+                checks.check(serialization.change(self.config, leaves), self.policy.modality)
+            except GruppoError as error:
+                error.problem = f"set({name}={value!r}): {error.problem}"
+                raise error from None
+            lacks = {
+                "kl_coef": self.run.reference is None and "reference to measure a KL against",
+                "sup_coef": self.run.demos is None and "demonstrations",
+            }
+            if value > 0 and lacks.get(name):
+                raise GruppoError(f"""set({name}={value}): the run was built without {lacks[name]}.
+                    Start it with a small stage__{name}.""")
         schedule = self.run.stage_schedule
         values = {**schedule.overrides, **params}
         schedule.overrides = {name: value for name, value in values.items() if value is not None}
-
-    def _check_parameter(self, name: str, value: Any) -> None:
-        if name not in SCHEDULED:
-            hint = peer_options.suggestion(
-                name, [f"stage.{n}" for n in SCHEDULED], lambda option: option.split(".")[-1]
-            )
-            raise GruppoError(
-                f"unknown step parameter {name}. {hint}It needs one of {', '.join(SCHEDULED)}."
-            )
-        if value is None:
-            return
-        if not isinstance(value, int | float):
-            raise GruppoError(
-                f"set({name}={value!r}): it needs a number, or None for the schedule's."
-            )
-        stages = range(len(self.config.plan))
-        leaves = {f"{stage_path(self.config, index)}.{name}": value for index in stages}
-        try:
-            checks.check(serialization.change(self.config, leaves), self.policy.modality)
-        except GruppoError as error:
-            error.problem = f"set({name}={value!r}): {error.problem}"
-            raise error from None
-        lacks = {
-            "kl_coef": self.run.reference is None and "reference to measure a KL against",
-            "sup_coef": self.run.demos is None and "demonstrations",
-        }
-        if value > 0 and lacks.get(name):
-            raise GruppoError(f"""set({name}={value}): the run was built without {lacks[name]}.
-                Start it with a small stage__{name}.""")
 
     def finish(self) -> Result:
         """Write the model of a complete run and return the result; called where the last step is
@@ -528,34 +521,6 @@ def finish(result: Result, *, show: bool) -> Result:
 # --- configs --------------------------------------------------------------------------------------
 
 
-def names_of(
-    parts: Parts,
-    environment: Any,
-    tools: Any,
-    track: Sequence[Any] | None,
-    singles: Mapping[str, Any],
-) -> dict[str, Any]:
-    """What the config holds of the objects that a caller gave."""
-    names: dict[str, Any] = {
-        option: name_of(part) for option, part in singles.items() if part is not None
-    }
-    if environment is not None:  # a function replies; a class or an adapter's name is a kind
-        is_kind = isinstance(parts.environment, str) or is_class(parts.environment)
-        names["environment.kind" if is_kind else "environment.reply"] = name_of(environment)
-    if track is not None:
-        # a resumed run opens the trackers that its config names; objects it is given again
-        track = [one for one in track if name_of(one) != IN_MEMORY]
-    lists = {"reward": parts.rewards, "track": track, "environment.tools": tools}
-    for option, listed in lists.items():
-        if listed is not None:
-            names[option] = [*map(name_of, listed)]
-    if parts.rewards and not any(isinstance(reward, str) for reward in parts.rewards):
-        # on the command line too they are then called in the trainer's process, whose random state
-        # is saved
-        names["scoring.isolate"] = False
-    return names
-
-
 def prepared(config: Config, parts: Parts) -> Config:
     """The config of a new run, checked, with a name and absolute paths. A collective."""
     config = with_own_environment(config)
@@ -565,7 +530,7 @@ def prepared(config: Config, parts: Parts) -> Config:
     config = replace(config, name=config.name or new_name("run", config.runs_dir))
     config = with_absolute_paths(config)
     # the name of rank 0: the ranks may read other clocks
-    return replace(config, name=dist.all_gather(config.name.encode())[0].decode())
+    return replace(config, name=dist.gather_json(config.name)[0])
 
 
 def saved_config(path: Path, parts: Parts, track: Sequence[Any]) -> Config:
@@ -581,7 +546,7 @@ def saved_config(path: Path, parts: Parts, track: Sequence[Any]) -> Config:
         raise GruppoError(f"""track={min(added)!r}: a run continues with the trackers of its config,
             {list(config.track)}, and with objects. Leave the name out, or pass an object.""")
     join_ranks(config)
-    return on_these_ranks(config, path)
+    return config
 
 
 def with_own_environment(config: Config) -> Config:
@@ -592,56 +557,29 @@ def with_own_environment(config: Config) -> Config:
     return config
 
 
-def on_these_ranks(config: Config, path: Path) -> Config:
-    """Return a saved config for the present number of ranks, which may be another than when the run
-    was saved."""
-    ranks = dist.world_size()
-    if config.rollout.prompts < ranks:
-        raise GruppoError(f"""{path} samples {config.rollout.prompts} prompts per step, too few for
-            {ranks} ranks. Resume it on at most {config.rollout.prompts}.""")
-    if config.distributed.shard == "hybrid" and ranks > 1 and not sharding.is_hybrid_possible():
-        log.warning(
-            "%s was sharded within machines; on this one, it is sharded over all ranks.", path
-        )
-        return replace(config, distributed=replace(config.distributed, shard="fsdp"))
-    return config
-
-
 def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
     """Commands that work for a finished run, each with what it does."""
-    config = run.config
     gruppo, folder = shlex.quote(command_name()), shlex.quote(str(path))
-    is_named = config.model != IN_MEMORY
-    has_parts = not set(missing_parts(config, Parts())) - {"model"}
-    # of a policy that was a Python object, final/ may hold weights alone, without what makes the
-    # policy
-    is_opened = is_named or any((path / "final").glob("*.json"))
-    reads_first_policy = (
-        run.policy.modality.rewards_read_reference and "reference" in run.rewards.requested_columns
-    )
+    missing = missing_parts(run.config, Parts())
     commands = []
-    if is_opened and (text := prompt_to_type(run)):
+    if "model" not in missing and (text := prompt_to_type(run)):
         commands.append((f"{gruppo} sample {folder} {shlex.quote(text)}", "sample from the model"))
-    if is_opened and run.state.evaluations and has_parts and (is_named or not reads_first_policy):
+    if not missing and run.state.evaluations:
         commands.append((f"{gruppo} eval {folder}", "evaluate it again"))
     commands.append((f"{gruppo} doctor {folder}", "check its metrics for problems"))
-    if has_parts and is_named:
+    if not missing:
         command = f"{gruppo} train {shlex.quote(str(path / 'config.json'))}"
-        command += f" --steps {2 * config.steps}"
-        if config.plan[-1].steps:  # a last stage of a fixed length would refuse more steps
-            command += f" --{stage_path(config, len(config.plan) - 1)}.steps 0"
-        commands.append((command, "train again, for longer"))
+        commands.append((command, "train again, with other options"))
     return tuple(commands)
 
 
 def prompt_to_type(run: Run) -> str:
-    """The first line of a held-out prompt, or of one that was trained on; "" if prompts are no
-    text."""
+    """The first line of a held-out prompt, or of one that was trained on; "" if it has no text."""
     prompt = next(iter(held_out(run, 1)), run.example)
-    inputs = "" if prompt is None else prompt.inputs
-    if isinstance(inputs, list | tuple) and all(isinstance(message, dict) for message in inputs):
-        inputs = next((message["content"] for message in inputs if message["role"] == "user"), "")
-    lines = str(inputs).strip().splitlines() if isinstance(inputs, str | int) else []
+    text = "" if prompt is None else prompt.inputs
+    if isinstance(text, list):  # a conversation
+        text = next((message["content"] for message in text if message["role"] == "user"), "")
+    lines = str(text).strip().splitlines() if isinstance(text, str | int) else []
     return lines[0][:MAX_PROMPT] if lines and lines[0].isprintable() else ""
 
 
@@ -679,15 +617,9 @@ def check_equal_ranks(config: Config) -> None:
     for each other."""
     if dist.world_size() == 1:
         return
-    own: dict[str, Any] = {}
-    entries = [*serialization.to_dict(replace(config, name="")).items()]
-    for name, value in entries:
-        if isinstance(value, dict):  # visited later in this loop
-            entries += [(f"{name}.{key}", entry) for key, entry in value.items()]
-        else:
-            own[as_flag(name)] = value
-    functions = [config.model, *config.reward, *config.environment.names, config.engine.kind]
-    functions.append(config.objective.surrogate)
+    leaves = options(replace(config, name=""))
+    own: dict[str, Any] = {as_flag(name): str(leaf.value) for name, leaf in leaves.items()}
+    functions = [config.model, *functions_of(config)]
     own |= {f"the code of {name}": code_digest(name) for name in functions}
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     code = b"".join(file.read_bytes() for file in sources)
@@ -699,7 +631,7 @@ def check_equal_ranks(config: Config) -> None:
 def check_equal(own: dict[str, Any]) -> None:
     """A collective: refuse ranks whose values differ from those of rank 0, and name the first that
     does."""
-    first, *others = (json.loads(part) for part in dist.all_gather(json.dumps(own).encode()))
+    first, *others = dist.gather_json(own)
     for number, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):
             theirs, ours = str(other.get(name)), str(first.get(name))

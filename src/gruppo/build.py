@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -19,11 +19,12 @@ from gruppo import distributed as dist
 from gruppo import trust
 from gruppo.config import serialization
 from gruppo.config.checks import smallest_group
+from gruppo.config.options import options
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples, stage_path
 from gruppo.data.open import is_function_name, open_source
 from gruppo.data.restoration import WithReference
-from gruppo.data.source import Curriculum, IndexedSource, prompt_key
+from gruppo.data.source import Curriculum, IndexedSource
 from gruppo.distributed import sharding
 from gruppo.engines import LocalEngine
 from gruppo.environments import (
@@ -77,33 +78,29 @@ log = logging.getLogger("gruppo")
 
 PROMPTS_CHECKED, PROMPTS_PROBED = 2, 128
 """Prompts with which a policy or an engine from outside is checked."""
-MAX_COMPARED = 100_000
-"""Training prompts that validation data are compared with; more would take seconds."""
+
+
+PARTS = ("model", "data", "reward", "environment", "tools", "engine", "validation")
+"""Arguments that may be Python objects in place of the config's names."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Python objects given in place of a config's names."""
+    """Python objects given in place of a config's names, and names."""
 
-    model: Policy | None = None
+    model: Any = None
     data: Any = None
     rewards: Sequence[Callable[..., Any]] | None = None
     environment: Any = None
     tools: Sequence[Callable[..., Any]] | None = None
-    engine: Engine | None = None
+    engine: Any = None
     validation: Any = None
 
     @property
     def names(self) -> list[str]:
-        """Parts that are names."""
-        parts = (
-            self.data,
-            self.environment,
-            self.engine,
-            self.validation,
-            *(self.rewards or ()),
-            *(self.tools or ()),
-        )
+        """Parts that are names, but for the model's."""
+        singles = (self.data, self.environment, self.engine, self.validation)
+        parts = (*singles, *(self.rewards or ()), *(self.tools or ()))
         return [part for part in parts if isinstance(part, str)]
 
     @classmethod
@@ -117,8 +114,8 @@ class Parts:
         engine: Any,
         validation: Any,
     ) -> Self:
-        """Check what a caller gave; names stay in the config."""
-        if model is not None and not isinstance(model, str | os.PathLike | Policy):
+        """Check what a caller gave."""
+        if not isinstance(model, str | os.PathLike | Policy | None):
             raise GruppoError(f"""model is a {type(model).__name__}; it needs a name, a folder, or a
                 policy (a gruppo.Policy). Wrap a Hugging Face model with
                 gruppo.from_transformers(model, tokenizer), another module with gruppo.from_module,
@@ -135,50 +132,72 @@ class Parts:
             raise GruppoError(f"""tools is {tools!r:.80} ({type(tools).__name__}); it needs to be a
                 list of functions, or of their names, file.py:function.""")
         rewards = reward if reward is None or isinstance(reward, list | tuple) else [reward]
-        return cls(
-            model=model if isinstance(model, Policy) else None,
-            data=data,
-            rewards=rewards,
-            environment=environment,
-            tools=tools,
-            engine=None if isinstance(engine, str | os.PathLike) else engine,
-            validation=validation,
-        )
+        return cls(model, data, rewards, environment, tools, engine, validation)
+
+    def config_entries(self) -> dict[str, Any]:
+        """Return the entries of a config that hold the names of these parts."""
+        # a function replies; a class or an adapter's name is a kind
+        is_kind = isinstance(self.environment, str) or is_class(self.environment)
+        entries = {
+            "model": self.model,
+            "data": self.data,
+            "reward": self.rewards,
+            "environment.kind" if is_kind else "environment.reply": self.environment,
+            "environment.tools": self.tools,
+            "engine.kind": self.engine,
+            "evaluation.data": self.validation,
+        }
+        names: dict[str, Any] = {}
+        for option, entry in entries.items():
+            if entry is not None:
+                is_list = option in ("reward", "environment.tools")
+                names[option] = [*map(name_of, entry)] if is_list else name_of(entry)
+        if self.rewards and not any(isinstance(reward, str) for reward in self.rewards):
+            # on the command line too they are then called in the trainer's process, whose random
+            # state is saved
+            names["scoring.isolate"] = False
+        return names
 
 
 def missing_parts(config: Config, parts: Parts) -> list[str]:
     """Return the names of parts that the config had as Python objects and that are not given."""
     chosen = config.environment
-    named: dict[str, tuple[Collection[str], Any]] = {
-        "model": ([config.model], parts.model),
-        "data": ([config.data], parts.data),
-        "reward": (config.reward, parts.rewards),
-        "environment": ([chosen.kind, chosen.reply], parts.environment),
-        "tools": (chosen.tools, parts.tools),
-        "engine": ([config.engine.kind], parts.engine),
-        "validation": ([config.evaluation.data], parts.validation),
-    }
-    return [name for name, (names, part) in named.items() if IN_MEMORY in names and part is None]
+    named = (
+        ([config.model], parts.model),
+        ([config.data], parts.data),
+        (config.reward, parts.rewards),
+        ([chosen.kind, chosen.reply], parts.environment),
+        (chosen.tools, parts.tools),
+        ([config.engine.kind], parts.engine),
+        ([config.evaluation.data], parts.validation),
+    )
+    pairs = zip(PARTS, named, strict=True)
+    return [name for name, (names, part) in pairs if IN_MEMORY in names and part is None]
 
 
 def validate(config: Config, parts: Parts) -> None:
     """Refuse options that contradict each other, and a config whose Python objects are not given;
     nothing is loaded."""
-    modality = find_modality(config.model) if parts.model is None else parts.model.modality
     with importing(trust.imports([serialization.to_dict(config), parts.names])):
-        checks.check(config, modality)
+        checks.check(config, _modality(config, parts))
     if missing := missing_parts(config, parts):
         named = {
             "environment": "environment.reply" if config.environment.reply else "environment",
             "tools": "environment.tools",
             "validation": "evaluation.data",
         }
-        options = [f"${named.get(name, name)}" for name in missing]
+        entries = [f"${named.get(name, name)}" for name in missing]
         raise GruppoError(
             f"""the {" and ".join(missing)} of this config came from Python objects, which a file
                 does not hold""",
-            advice=f"Set {' and '.join(options)}",
+            advice=f"Set {' and '.join(entries)}",
         )
+
+
+def _modality(config: Config, parts: Parts) -> Modality:
+    if isinstance(parts.model, Policy):
+        return parts.model.modality
+    return find_modality(config.model)
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -194,41 +213,38 @@ def with_absolute_paths(config: Config) -> Config:
             return absolute_spec(name)
         kind, *parts = split_names(name)
         if kind in ("images", "degrade", "pairs"):  # a decimal part is a size of images
-            return ":".join(
-                [kind, *(part if part.isdecimal() else absolute_path(part) for part in parts)]
-            )
+            parts = [part if part.isdecimal() else absolute_path(part) for part in parts]
+            return ":".join([kind, *parts])
         generated = ("arithmetic", "reasoning_gym", "verifiers", "digits", "photos", "lines")
         return name if kind in generated else absolute_path(name)
 
     def folder(name: str) -> str:  # unlike a path to read, it need not exist yet
         return name and os.path.abspath(os.path.expanduser(name))
 
-    environment, engine = config.environment, config.engine
-    config = replace(
-        config,
-        model=model(config.model),
-        data=data(config.data),
-        supervised=replace(config.supervised, data=data(config.supervised.data)),
-        prompts=replace(config.prompts, chat_template=absolute_path(config.prompts.chat_template)),
-        evaluation=replace(config.evaluation, data=data(config.evaluation.data)),
-        reward=tuple(map(absolute_reward, config.reward)),
-        objective=replace(config.objective, surrogate=absolute_spec(config.objective.surrogate)),
-        critic=replace(config.critic, model=model(config.critic.model)),
-        lora=replace(config.lora, adapter=absolute_path(config.lora.adapter)),
-        track=tuple(map(absolute_spec, config.track)),
-        environment=replace(
-            environment,
-            kind=absolute_spec(environment.kind),
-            reply=absolute_spec(environment.reply),
-            tools=tuple(map(absolute_spec, environment.tools)),
-        ),
-        engine=replace(
-            engine,
-            kind=absolute_spec(engine.kind),
-            replay=folder(engine.replay),
-            publish_dir=folder(engine.publish_dir),
-        ),
-    )
+    absolute: dict[str, Callable[[str], str]] = {
+        "model": model,
+        "data": data,
+        "supervised.data": data,
+        "prompts.chat_template": absolute_path,
+        "evaluation.data": data,
+        "reward": absolute_reward,
+        "objective.surrogate": absolute_spec,
+        "critic.model": model,
+        "lora.adapter": absolute_path,
+        "track": absolute_spec,
+        "environment.kind": absolute_spec,
+        "environment.reply": absolute_spec,
+        "environment.tools": absolute_spec,
+        "engine.kind": absolute_spec,
+        "engine.replay": folder,
+        "engine.publish_dir": folder,
+    }
+    leaves = options(config)
+    changes: dict[str, Any] = {}
+    for option, function in absolute.items():
+        value = leaves[option].value
+        changes[option] = function(value) if isinstance(value, str) else [*map(function, value)]
+    config = serialization.change(config, changes)
     return find_modality(config.model).absolute_paths(
         config, lambda name: absolute_spec(absolute_path(name))
     )
@@ -246,12 +262,12 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     is_sharded = sharding.request(config.distributed.shard)
     data = config.data if parts.data is None else parts.data
     source, validation = open_data(config, data, parts.validation)
-    modality = find_modality(config.model) if parts.model is None else parts.model.modality
+    modality = _modality(config, parts)
     sources = [source] if validation is None else [source, validation]
     rewards, environment = open_rewards(config, parts, sources, modality)
     own_surrogate = open_surrogate(config)
     demos = open_demos(config, data)
-    if parts.model is not None:
+    if isinstance(parts.model, Policy):
         policy, origin = modality.adapt(config, parts.model, source), {"name": config.model}
     else:
         policy, origin = modality.open(config, source)
@@ -265,10 +281,8 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     modality.check(config, policy, sampling, source, rewards)
     check_capabilities(config, policy)
     if isinstance(policy, ConversationMixin):
-        if environment is None:
-            policy.prepare_conversations(None)
-        else:
-            policy.prepare_conversations(environment.tools, environment.tools_of)
+        tools = (None,) if environment is None else (environment.tools, environment.tools_of)
+        policy.prepare_conversations(*tools)
     if not type(policy).__module__.startswith("gruppo."):  # a policy from outside
         tolerance = 1e-3 if policy.compute_dtype == torch.float32 else 0.1
         check_policy(policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=tolerance)
@@ -276,7 +290,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     reference = open_reference(config, policy, is_read=reads_reference)
     if reads_reference:
         source = with_reference(source, policy, reference)
-        validation = None if validation is None else with_reference(validation, policy, reference)
+        validation = validation and with_reference(validation, policy, reference)
     if demos is not None:
         check_demos(config, demos, policy, environment)
     critic: Critic | None = None
@@ -315,7 +329,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
         )
         is_evaluated = False
     if not is_evaluated:
-        run.config = replace(config, evaluation=replace(config.evaluation, prompts=0))
+        run.config = serialization.change(config, {"evaluation.prompts": 0})
     return run, origin
 
 
@@ -365,23 +379,6 @@ def recompute(policy: Policy, critic: Critic | None) -> None:
     policy.recompute()
     if critic is not None:
         critic.recompute()
-
-
-def warn_of_overlap(run: Run) -> None:
-    """Warn of validation prompts that are trained on too, where the prompts are texts."""
-    if run.validation is None or len(getattr(run.source, "all_items", ())) > MAX_COMPARED:
-        return
-    prompts = [prompt.inputs for prompt in held_out(run, run.config.evaluation.prompts)]
-    evaluated = {prompt_key(inputs) for inputs in prompts if isinstance(inputs, str | list)}
-    if common := evaluated & {
-        prompt_key(prompt.inputs) for prompt in run.source.all_prompts() if evaluated
-    }:
-        log.warning(
-            "%d of %d prompts of the validation data %s are trained on too, so their rewards "
-            "measure memory. Remove "
-            "them from one of the two.",
-            *(len(common), len(evaluated), run.config.evaluation.data),
-        )
 
 
 def check_capabilities(config: Config, policy: Policy) -> None:
@@ -448,15 +445,20 @@ def shard(
 
     Last of all: copies are made, and an engine is checked, with whole weights.
     """
-    device = torch.device(
-        config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    )
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = config.distributed
     apply = partial(
-        sharding.shard, mode=chosen.shard, device=device, is_offloaded=chosen.offload_params
+        sharding.shard,
+        mode=chosen.shard,
+        device=torch.device(device),
+        is_offloaded=chosen.offload_params,
     )
+    sha256: dict[str, Any] = {}
     frozen = {} if reference is None else reference.frozen_state_dict()
-    sha256 = {"reference_sha256": digest(frozen) if frozen else None}
+    if frozen:
+        sha256["reference_sha256"] = digest(frozen)
     if reference is not None or config.model == IN_MEMORY:
         sha256["first_weights_sha256"] = digest(
             part(policy, AdapterMixin).frozen_base() | policy.checkpoint_weights()
@@ -466,51 +468,48 @@ def shard(
         critic.shard(apply)
     if reference is not None:
         reference.shard(apply)
-        frozen = {
-            name: sharding.local(tensor) for name, tensor in reference.frozen_state_dict().items()
-        }
-        sha256["reference_shards_sha256"] = digest(frozen) if frozen else None
+        shards = {name: sharding.local(x) for name, x in reference.frozen_state_dict().items()}
+        if shards:
+            sha256["reference_shards_sha256"] = digest(shards)
     return sha256
 
 
 def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, source: Any) -> Engine:
     """Return the engine that samples: the policy itself in this process, servers, or a checked one
     from outside."""
-    chosen, engine = config.engine, parts.engine
-    if engine is None and not chosen.kind:
+    chosen = config.engine
+    if parts.engine is None and not chosen.kind:
         return LocalEngine(policy)
-    if engine is not None or chosen.kind != "vllm":
-        if engine is None:
-            function = load_object(chosen.kind)
-            if not callable(function):
-                raise GruppoError(
-                    f"{chosen.kind} is a {type(function).__name__}; it needs a function of a "
-                    f"policy."
-                )
-            engine = function(policy)
-        # 0.1 nats: an engine from outside may have arithmetic of its own, such as bfloat16
-        check_engine(
-            engine, policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=0.1
-        )
-        return engine
+    if chosen.kind == "vllm":
+        return open_servers(config, policy, sampling, source)
+    engine = parts.engine
+    if engine is None or isinstance(engine, str | os.PathLike):
+        function = load_object(chosen.kind)
+        if not callable(function):
+            raise GruppoError(
+                f"{chosen.kind} is a {type(function).__name__}; it needs a function of a policy."
+            )
+        engine = function(policy)
+    # 0.1 nats: an engine from outside may have arithmetic of its own, such as bfloat16
+    prompts = peek(source, PROMPTS_CHECKED)
+    check_engine(engine, policy, prompts, sampling=sampling, tolerance=0.1)
+    return engine
 
-    # servers of vLLM, each of which is found to fit this run
+
+def open_servers(config: Config, policy: Any, sampling: Any, source: Any) -> Engine:
+    """Return an engine over servers of vLLM, each of which is found to fit this run."""
     from gruppo.engines.vllm import VllmEngine, WeightCheck
 
+    chosen = config.engine
+    folder = Path(config.runs_dir).absolute() / config.name / "published"
+    if chosen.publish_dir:
+        folder = Path(chosen.publish_dir) / config.name
     # a batch system may start the servers of a resumed run elsewhere
-    urls = [
-        url
-        for url in (os.environ.get("GRUPPO_ENGINE_URLS") or ",".join(chosen.urls)).split(",")
-        if url
-    ]
-    run_folder = Path(config.runs_dir).absolute() / config.name
-    folder = (
-        Path(chosen.publish_dir) / config.name if chosen.publish_dir else run_folder / "published"
-    )
+    urls = os.environ.get("GRUPPO_ENGINE_URLS") or ",".join(chosen.urls)
     probes = peek(source, PROMPTS_PROBED)
     servers = VllmEngine(
         policy,
-        urls,
+        [url for url in urls.split(",") if url],
         folder,
         checker=WeightCheck(policy, probes, sampling, max_mismatch=chosen.max_mismatch),
         is_colocated=chosen.colocated,
@@ -519,10 +518,9 @@ def open_engine(config: Config, parts: Parts, policy: Policy, sampling: Any, sou
     try:
         # the longest prompts of the data, by their texts, show whether the servers' context is long
         # enough
-        prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))[
-            -64:
-        ] or peek(source, 64)
-        servers.check(part(policy, MemoryMixin).longest_prompt(prompts) + sampling.max_actions)
+        prompts = sorted(source.all_prompts(), key=lambda prompt: len(str(prompt.inputs)))
+        longest = part(policy, MemoryMixin).longest_prompt(prompts[-64:] or probes)
+        servers.check(longest + sampling.max_actions)
     except BaseException:
         servers.close()
         raise
@@ -718,17 +716,15 @@ def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.
     """Return AdamW over the policy's parameter groups, then the critic's with a learning rate of
     its own."""
     own = trained(policy.module, None)
-    groups: list[dict[str, Any]] = []
-    for group in policy.modality.parameter_groups(config, policy):
-        params = [own[name] for name in group.names]
-        groups.append(
-            {
-                "params": params,
-                "is_critic": False,
-                "lr_factor": group.lr_factor,
-                "norm": group.norm,
-            }
-        )
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [own[name] for name in group.names],
+            "is_critic": False,
+            "lr_factor": group.lr_factor,
+            "norm": group.norm,
+        }
+        for group in policy.modality.parameter_groups(config, policy)
+    ]
     # The critic's parameters follow the policy's, as in Run.parameters. A head on the policy's
     # trunk is clipped with it, a network of its own apart.
     if critic is not None:
@@ -737,11 +733,11 @@ def adamw(policy: Policy, critic: Critic | None, config: Config) -> torch.optim.
         groups.append({"params": params, "is_critic": True, "lr_factor": 1.0, "norm": norm})
     # sharded and whole parameters apart, since AdamW steps over all of a group at once
     split = []
-    for kind in groups:
+    for group in groups:
         for is_sharded in (True, False):
-            params = [p for p in kind["params"] if sharding.is_sharded(p) == is_sharded]
+            params = [p for p in group["params"] if sharding.is_sharded(p) == is_sharded]
             if params:
-                split.append(kind | {"params": params})
+                split.append(group | {"params": params})
     optim = config.optim
     return torch.optim.AdamW(
         split,

@@ -10,10 +10,7 @@ import torch
 from torch import nn
 
 from gruppo import distributed as dist
-from gruppo.distributed import collectives
 from gruppo.types import GruppoError, Stat
-
-F32, F64 = torch.float32, torch.float64
 
 
 def primitives() -> dict[str, Any]:
@@ -34,7 +31,6 @@ def primitives() -> dict[str, Any]:
         "max": dist.all_max(10 + 3 * dist.rank()),
         "gathered": [part.decode() for part in dist.all_gather(b"x" * (3 * dist.rank()) + b"end")],
         "together": agreed(),
-        "buckets": buckets(),
         "without gradient": without_gradient(),
         "merged": {
             n: [s.count, s.sum, s.sum_sq, s.min, s.max] for n, s in dist.merge_stats(names).items()
@@ -51,28 +47,6 @@ def without_gradient() -> list[Any]:
         on_one.grad = torch.full((2,), 3.0)
     dist.sum_gradients([unused, on_one, frozen])
     return [None if p.grad is None else p.grad.tolist() for p in (unused, on_one, frozen)]
-
-
-def buckets() -> bool:
-    """Whether gradients summed in buckets equal those summed one by one, to the last bit; several
-    dtypes and sizes."""
-    collectives.LARGE_BYTES, collectives.BUCKET_BYTES = 400, 300
-    generator = torch.Generator().manual_seed(dist.rank())
-    shapes = [(3,), (50,), (7,), (20, 10), (90,), (0,), (1,)]
-    parameters = [
-        nn.Parameter(torch.zeros(shape, dtype=kind)) for shape in shapes for kind in (F32, F64)
-    ]
-    for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    apart = nn.Parameter(torch.zeros(20, 10))  # its gradient is not contiguous
-    apart.grad = torch.randn(10, 20, generator=generator).t()
-    expected = [
-        dist.all_sum(parameter.grad)
-        for parameter in (*parameters, apart)
-        if parameter.grad is not None
-    ]
-    dist.sum_gradients([*parameters, apart])
-    return all(map(torch.equal, [parameter.grad for parameter in (*parameters, apart)], expected))
 
 
 def agreed() -> list[str]:

@@ -24,6 +24,7 @@ from tests.loopback import LoopbackHandler, LoopbackServer
 from torch import nn
 
 from gruppo.core.distributions import chunked_categorical
+from gruppo.engines.vllm import VllmEngine
 from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.modalities.text.generation import generate
 from gruppo.types import Generated, Sampling
@@ -34,6 +35,37 @@ SAMPLED: dict[Any, Generated] = {}
 SCORED: dict[Any, list[float]] = {}
 """Of this process, by weights, tokens and parameters: servers and tests ask for the same rows of
 the same weights."""
+
+
+class Unchecked:
+    """In place of a ``WeightCheck``: every server passes, so that only the requests of an engine
+    itself are made."""
+
+    def __init__(self) -> None:
+        self.refused: set[int] = set()
+        self.sampled: dict[int, Any] = {}
+
+    def limit(self, context: int) -> None: ...
+    def publish(self, policy: Any) -> None: ...
+    def doubt(self, replica: Any, *, is_canary: bool = False) -> None: ...
+    def judge(self, replica: Any, server: Any) -> None: ...
+    async def ask(self, replica: Any, label: str) -> None: ...
+
+    def needs_canary(self, replica: Any) -> bool:
+        return False
+
+    def has_passed(self, replica: Any) -> bool:
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+def engine_of(policy: Any, servers: Any, folder: Path, **options: Any) -> VllmEngine:
+    """An engine over servers, whose weights are not checked."""
+    urls = [getattr(server, "url", server) for server in servers]
+    checker: Any = Unchecked()
+    return VllmEngine(policy, urls, folder / "published", checker=checker, **options)
 
 
 class FakeServer:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tests import tiny
-from tests.engines.fake_vllm import FakeServer, Fault
+from tests.engines.fake_vllm import FakeServer, Fault, engine_of
 from tests.loopback import LoopbackHandler, LoopbackServer
 
 from gruppo import api
@@ -60,9 +60,7 @@ def servers() -> Iterator[list[FakeServer]]:
 
 @pytest.fixture
 def engine(servers, policy, tmp_path) -> Iterator[VllmEngine]:
-    engine = VllmEngine(
-        policy, [server.url for server in servers], tmp_path / "published", timeout_s=5
-    )
+    engine = engine_of(policy, servers, tmp_path, timeout_s=5)
     engine.sync(policy, 1)
     yield engine
     engine.close()
@@ -153,7 +151,7 @@ def test_a_server_is_never_given_more_rows_than_it_has_room_for(servers, policy,
         return answer
 
     servers[0].before, servers[0].answer = before, answer
-    engine = VllmEngine(policy, [servers[0].url], tmp_path / "published", max_inflight=4)
+    engine = engine_of(policy, servers[:1], tmp_path, max_inflight=4)
     engine.sync(policy, 1)
     assert len(engine.generate(requests(2, 2, 2, 2, 2), SAMPLING, seed=0)) == 10
     assert most[0] <= 4
@@ -218,7 +216,7 @@ def test_an_adapter_is_published_by_version_and_never_merged(servers, tmp_path):
     policy = from_pretrained(
         tiny.model(), compute="float32", adapt=partial(inject, rank=2, alpha=4.0, base=tiny.model())
     )
-    engine = VllmEngine(policy, [server.url for server in servers], tmp_path / "published")
+    engine = engine_of(policy, servers, tmp_path)
     for version in (1, 2):
         with torch.no_grad():
             for parameter in policy.module.parameters():
@@ -248,8 +246,6 @@ def test_published_folders_are_whole_untied_and_few(engine, policy, tmp_path):
     weights = load_file(newest / "model-00001.safetensors")
     assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
     assert not json.loads((newest / "config.json").read_text())["tie_word_embeddings"]
-    record = json.loads((newest / "published.json").read_text())
-    assert record == {"version": engine.label}
 
 
 def test_a_folder_is_whole_when_it_has_its_name(policy, tmp_path):
@@ -263,7 +259,7 @@ def test_a_folder_is_whole_when_it_has_its_name(policy, tmp_path):
         publication.write("v1", interrupted(), {})
     assert not (tmp_path / "v1").exists()
     publication.write("v1", policy.served_weights(), {})
-    assert (tmp_path / "v1/published.json").is_file()
+    assert (tmp_path / "v1/model.safetensors.index.json").is_file()
 
 
 def test_a_full_disk_is_one_line_that_names_the_folder(policy, tmp_path, monkeypatch):
@@ -404,14 +400,14 @@ def test_a_key_that_is_no_header_is_refused_without_being_shown(
 ):
     monkeypatch.setenv("GRUPPO_ENGINE_KEY", "secret\nsecond")
     with pytest.raises(GruppoError, match="GRUPPO_ENGINE_KEY holds a line break") as caught:
-        VllmEngine(policy, [servers[0].url], tmp_path / "published")
+        engine_of(policy, servers[:1], tmp_path)
     assert "secret" not in str(caught.value)
 
 
 def test_what_a_server_needs_a_key_for_is_sent_with_it(servers, policy, tmp_path, monkeypatch):
     servers[0].key = "secret"
     monkeypatch.setenv("GRUPPO_ENGINE_KEY", "secret")
-    engine = VllmEngine(policy, [servers[0].url], tmp_path / "published")
+    engine = engine_of(policy, servers[:1], tmp_path)
     engine.check(64)
     engine.sync(policy, 1)
     engine.close()

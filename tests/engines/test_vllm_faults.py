@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests import processes, tiny
-from tests.engines.fake_vllm import RESET, SLOW, TRUNCATED, FakeServer, Fault
+from tests.engines.fake_vllm import RESET, SLOW, TRUNCATED, FakeServer, Fault, engine_of
 from tests.engines.test_vllm import SAMPLING, requests
 
 from gruppo import api
@@ -53,7 +53,7 @@ def sound() -> Iterator[FakeServer]:
 @pytest.fixture(scope="module")
 def expected(policy, sound, tmp_path_factory) -> Rollouts:
     """What a sound server samples."""
-    engine = VllmEngine(policy, [sound.url], tmp_path_factory.mktemp("sound") / "published")
+    engine = engine_of(policy, [sound], tmp_path_factory.mktemp("sound"))
     engine.sync(policy, 1)
     rollouts = engine.generate(requests(3, 2, 3, 2), SAMPLING, seed=0)
     engine.close()
@@ -64,7 +64,7 @@ def expected(policy, sound, tmp_path_factory) -> Rollouts:
 def published(
     policy: TextPolicy, *urls: str, folder: Path, timeout_s: float = TIMEOUT_S
 ) -> Iterator[VllmEngine]:
-    engine = VllmEngine(policy, urls, folder / "published", timeout_s=timeout_s)
+    engine = engine_of(policy, urls, folder, timeout_s=timeout_s)
     try:
         engine.sync(policy, 1)
         yield engine

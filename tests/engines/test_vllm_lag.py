@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tests import tiny
-from tests.engines.fake_vllm import FakeServer
+from tests.engines.fake_vllm import FakeServer, engine_of
 from tests.engines.test_vllm import SAMPLING, asked, requests
 from tests.trainer import runs
 
@@ -73,7 +73,7 @@ def test_rows_wait_for_a_server_in_the_order_of_their_draws(servers, tmp_path):
         servers[0],
         (9, 4, 7, 2),
     )
-    engine = VllmEngine(policy, [server.url], tmp_path / "published", max_inflight=2)
+    engine = engine_of(policy, [server], tmp_path, max_inflight=2)
     engine.sync(policy, 1)
 
     def sample(draw: int) -> tuple[int, ...]:
@@ -89,8 +89,7 @@ def test_rows_wait_for_a_server_in_the_order_of_their_draws(servers, tmp_path):
         calls = []
         for number, draw in enumerate(draws, 1):
             calls.append(pool.submit(sample, draw))
-            # until a call begins, the total is that of the call before
-            while not engine.progress() or engine.total < 2 * number:
+            while engine.rows_left < 2 * number:
                 time.sleep(0.001)
         server.is_paused = False
         [call.result() for call in calls]
@@ -106,9 +105,7 @@ def test_rows_that_a_publish_overtakes_keep_their_tokens_with_the_version_that_c
 ):
     adapt = partial(inject, rank=2, alpha=4.0, base=tiny.model()) if kind == "adapter" else None
     policy = from_pretrained(tiny.model(), compute="float32", **({"adapt": adapt} if adapt else {}))
-    engine = VllmEngine(
-        policy, [server.url for server in servers], tmp_path / "published", timeout_s=20
-    )
+    engine = engine_of(policy, servers, tmp_path, timeout_s=20)
     engine.sync(policy, 1)
     before = copy.deepcopy(policy)
     rollouts = overtaken(engine, policy, servers, SAMPLING)
@@ -130,9 +127,7 @@ def test_rows_that_a_publish_overtakes_keep_their_tokens_with_the_version_that_c
 
 def test_a_row_with_a_stop_text_that_might_lie_across_two_requests_begins_again(servers, tmp_path):
     policy = from_pretrained(tiny.model(), compute="float32")
-    engine = VllmEngine(
-        policy, [server.url for server in servers], tmp_path / "published", timeout_s=20
-    )
+    engine = engine_of(policy, servers, tmp_path, timeout_s=20)
     engine.sync(policy, 1)
     rollouts = overtaken(engine, policy, servers, replace(SAMPLING, stop=("##",)))
     assert set(rollouts.policy_version[rollouts.mask].tolist()) == {2}
@@ -222,7 +217,7 @@ def test_servers_that_the_first_rank_has_paused_to_publish_are_not_taken_for_han
     servers, tmp_path, monkeypatch
 ):
     policy = from_pretrained(tiny.model(), compute="float32")
-    engine = VllmEngine(policy, [servers[0].url], tmp_path / "published", timeout_s=5)
+    engine = engine_of(policy, servers[:1], tmp_path, timeout_s=5)
     engine.sync(policy, 1)
     (replica,) = engine.replicas
     replica.inflight, replica.progress_at = 1, 0.0
@@ -241,7 +236,7 @@ def test_servers_that_the_first_rank_has_paused_to_publish_are_not_taken_for_han
 
 def test_closing_ends_calls_that_are_sampling(servers, tmp_path):
     policy = from_pretrained(tiny.model(), compute="float32")
-    engine = VllmEngine(policy, [servers[0].url], tmp_path / "published")
+    engine = engine_of(policy, servers[:1], tmp_path)
     engine.sync(policy, 1)
     servers[0].seconds_per_row = 3.0
     with ThreadPoolExecutor(1) as pool:

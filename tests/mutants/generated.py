@@ -30,7 +30,6 @@ NOT_NUMBERS = (
     "memory",
     "prefetch",
     "run_dir",
-    "sharded_save",
     "shards",
     "signals",
     "watch",

@@ -7,6 +7,7 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +18,20 @@ from tests import processes
 from tests.disk import operations
 
 from gruppo.trainer import checkpoint
+from gruppo.trainer.shards import own_shards
 from gruppo.types import GruppoError
 
 
 def save(folder: Path, step: int, **state: object) -> Path:
-    values = {"w": torch.arange(12.0).reshape(3, 4) + step}
-    return checkpoint.save(
-        folder, step=step, model=values, optimizer={"exp_avg.w": values["w"] * 2}, state=state
-    )
+    w = torch.arange(12.0).reshape(3, 4) + step
+    return write(folder, step, {"w": w}, {"exp_avg.w": 2 * w}, state)
+
+
+def write(folder: Path, step: int, model: Any, optimizer: Any, state: Any) -> Path:
+    target = folder / checkpoint.name_of(step)
+    files = {"model": own_shards(model), "optimizer": own_shards(optimizer)}
+    checkpoint.Save(target).write(files, state)
+    return target
 
 
 def step_of(folder: Path) -> int | None:
@@ -50,12 +57,12 @@ def test_what_was_saved_is_loaded_to_the_bit(tmp_path):
 def test_a_save_syncs_each_file_before_the_rename_and_the_parent_after(tmp_path, monkeypatch):
     calls = operations(monkeypatch, checkpoint, -1, None)
     save(tmp_path, 1)
-    replace = calls.index("replace")
-    assert calls[:replace].count("fsync") == 5  # model, optimizer, state, COMPLETE, the folder
+    _, replace, *_ = [n for n, call in enumerate(calls) if call == "replace"]
+    # model, optimizer, state, the list of them, COMPLETE, the folder
+    assert calls[:replace].count("fsync") == 6
     assert calls[replace + 1] == "fsync"
-    assert max(
-        n for n, c in enumerate(calls[:replace]) if c in ("write_text", "save_file")
-    ) < calls.index("fsync")
+    written = max(n for n, call in enumerate(calls) if call == "save_file")
+    assert written < calls.index("fsync")
 
 
 def save_and_die(folder: str, at: int) -> None:
@@ -63,7 +70,7 @@ def save_and_die(folder: str, at: int) -> None:
     save(Path(folder), 2)
 
 
-@pytest.mark.parametrize("at", range(0, 18))
+@pytest.mark.parametrize("at", range(0, 20))
 def test_a_process_that_dies_at_any_stage_leaves_the_former_or_the_new_save_whole(tmp_path, at):
     saves = tmp_path / "checkpoints"
     save(saves, 1)
@@ -158,7 +165,7 @@ def test_a_seal_that_points_outside_its_folder_is_refused(tmp_path):
 # --- a full disk ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", range(18))
+@pytest.mark.parametrize("at", range(20))
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_a_full_disk_at_any_stage_is_one_clear_error_and_keeps_the_former_save(
     tmp_path, monkeypatch, at, number
@@ -184,7 +191,7 @@ def test_a_full_disk_at_any_stage_is_one_clear_error_and_keeps_the_former_save(
 
 
 def test_the_full_disk_that_safetensors_reports_is_recognised(tmp_path, monkeypatch):
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise SafetensorError(
             "Error while serializing: I/O error: No space left on device (os error 28)"
         )
@@ -238,13 +245,8 @@ def test_adamw_goes_on_to_the_bit_from_its_saved_state(tmp_path):
     learn(whole, optimizer, range(6))
     half, optimizer = model_and_optimizer()
     learn(half, optimizer, range(3))
-    path = checkpoint.save(
-        tmp_path,
-        step=3,
-        model=half.state_dict(),
-        optimizer=checkpoint.optimizer_tensors(optimizer, names),
-        state={},
-    )
+    tensors = checkpoint.optimizer_tensors(optimizer, names)
+    path = write(tmp_path, 3, half.state_dict(), tensors, {})
     resumed, optimizer = model_and_optimizer()
     saved = checkpoint.load(path)
     resumed.load_state_dict(saved.weights)

@@ -12,7 +12,7 @@ from tests import tiny
 from tests.collecting import collect
 from tests.trainer.test_step import run_in, vector
 
-from gruppo.build import Parts, warn_of_overlap
+from gruppo.build import Parts
 from gruppo.seeds import seed_at
 from gruppo.trainer.evaluate import evaluate, held_out
 from gruppo.trainer.run_dir import RunFolder, boundary_state
@@ -92,21 +92,12 @@ def validation_file(folder: Path, count: int = 5) -> str:
     return tiny.write_rows(folder / "validation.jsonl", rows)
 
 
-def test_validation_data_are_evaluated_on_and_all_training_data_trained_on(tmp_path, caplog):
+def test_validation_data_are_evaluated_on_and_all_training_data_trained_on(tmp_path):
     run = run_in(tmp_path, evaluation__prompts=4, evaluation__data=validation_file(tmp_path))
     asked = {prompt.inputs[0]["content"] for prompt in held_out(run, 99)}
     assert asked == {f"{n} + 1 = ?" for n in range(90, 95)}
     assert len(held_out(run, 3)) == 3
     assert run.source.epoch_size == len(tiny.rows())
-    warn_of_overlap(run)
-    assert not caplog.records
-    run = run_in(
-        tmp_path,
-        evaluation__prompts=4,
-        evaluation__data=tiny.write_rows(tmp_path / "same.jsonl", tiny.rows(4)),
-    )
-    warn_of_overlap(run)
-    assert "4 of 4 prompts of the validation data" in caplog.text
 
 
 def test_validation_data_lack_no_column_that_a_reward_reads(tmp_path):

@@ -158,7 +158,9 @@ def test_each_rank_reads_its_own_files_and_a_replay_those_of_all(tmp_path, monke
 def test_what_cannot_be_kept_is_one_line_and_nothing_is_written(tmp_path):
     ledger = Ledger(tmp_path)
     odd = rollouts(0, per_row={"state": (object(), 1)})
-    with pytest.raises(GruppoError, match=r"rollouts\.per_row holds a object, which the ledger"):
+    with pytest.raises(
+        GruppoError, match=r"the rollouts hold a builtins\.object, which the ledger"
+    ):
         ledger.append(0, request(0), SAMPLING, odd)
     ledger.write(1)
     assert not (tmp_path / "ledger").exists()

@@ -9,40 +9,17 @@ import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import astuple
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as td
 from torch import Tensor
 
-from gruppo.distributed.heartbeat import ROUNDS, Heartbeat, RankFailure
+from gruppo.distributed.heartbeat import ROUNDS, Heartbeat, RankFailure, interval_of
 from gruppo.loading import describe_error
 from gruppo.types import GruppoError, Stat
-
-__all__ = [
-    "Failed",
-    "RankLost",
-    "all_gather",
-    "all_max",
-    "all_sum",
-    "fail_together",
-    "init",
-    "is_main",
-]
-__all__ += [
-    "is_reported",
-    "leaving",
-    "merge_stats",
-    "phase",
-    "rank",
-    "record_error",
-    "restarts",
-    "share_failure",
-]
-__all__ += ["set_advice", "shutdown", "sum_gradients", "waiting", "world_size"]
-
-LARGE_BYTES, BUCKET_BYTES = 2**20, 8 * 2**20
-"""A gradient that is summed by itself; smaller ones that are summed together."""
 
 
 class RankLost(GruppoError):
@@ -89,48 +66,40 @@ def set_advice(sentence: str) -> None:
     _advice = sentence
 
 
-def init(
-    timeout_s: float = 1800,
-    *,
-    is_sharded: bool = False,
-) -> None:
+def init(timeout_s: float = 1800, *, is_sharded: bool = False) -> None:
     """Join the process group that ``torchrun`` describes in the environment, if any.
 
     A collective ends with RankLost if another rank has ended, or does not join it within
     ``timeout_s``. GRUPPO_DIST_BACKEND=gloo lets several ranks share a GPU, which nccl refuses.
     """
     global _heartbeat, _processes, _timeout_s
-    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count <= 1:
         return
-    _timeout_s, interval_s = timeout_s, min(timeout_s / 30, 1.0)
+    _timeout_s = timeout_s
     if td.is_initialized():
         return
     # FSDP computes while it communicates: there the watchdog ends a rank that waits for too long
     if not is_sharded:
         # NCCL then waits and raises an error as gloo does, instead of ending the process
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    timeout = timedelta(
-        seconds=timeout_s - ROUNDS * interval_s
-    )  # the rest is for finding the lost rank
-    named = "gloo"
+    # the rest is for finding the lost rank
+    timeout = timedelta(seconds=timeout_s - ROUNDS * interval_of(timeout_s))
+    backend = "gloo"
     if torch.cuda.is_available():
-        named = f"cpu:gloo,cuda:{os.environ.get('GRUPPO_DIST_BACKEND', 'nccl')}"
+        backend = f"cpu:gloo,cuda:{os.environ.get('GRUPPO_DIST_BACKEND', 'nccl')}"
     try:
-        store, number, count = next(td.rendezvous("env://", timeout=timeout))
-        td.init_process_group(named, store=store, rank=number, world_size=count, timeout=timeout)
+        store, number, _ = next(td.rendezvous("env://", timeout=timeout))
+        td.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
         shared = td.PrefixStore("gruppo", store)
-        _heartbeat = Heartbeat(
-            shared, number, count, interval_s=interval_s, limit_s=timeout_s, on_stuck=_end_stuck
-        )
-        _processes = [
-            ""
-        ] * count  # not known yet: an error of the collective below reads one entry per rank
-        own = f" (process {os.getpid()} on {socket.gethostname()})"
-        _processes = [text.decode() for text in all_gather(own.encode())]
+        _heartbeat = Heartbeat(shared, number, count, limit_s=timeout_s, on_stuck=_end_stuck)
+        # not known yet: an error of the collective below reads one entry per rank
+        _processes = [""] * count
+        _processes = gather_json(f" (process {os.getpid()} on {socket.gethostname()})")
     except (td.DistError, ValueError) as error:  # ValueError: MASTER_ADDR is not set
-        ranks, reason = os.environ["WORLD_SIZE"], str(error).splitlines()[0]
         raise RankLost(
-            f"the {ranks} ranks did not meet within {timeout_s:g} s ({reason})",
+            f"""the {count} ranks did not meet within {timeout_s:g} s
+                ({str(error).splitlines()[0]})""",
             advice="""Check that all of them were started and reach MASTER_ADDR, or set
                 $distributed.timeout_s higher""",
         ) from error
@@ -313,11 +282,11 @@ def share_failure(error: Exception | None, status: int = 0, *, in_step: bool = F
             _shared = error
             with suppress(RankLost, Failed):  # the other ranks may have ended
                 all_max(_FAILED)
-                all_gather(json.dumps(vars(_failure(error))).encode())
+                gather_json(vars(_failure(error)))
         raise error
     if (worst := all_max(status)) < _FAILED:
         return worst
-    raise _of_other(RankFailure(**next(filter(None, map(json.loads, all_gather(b"null"))))))
+    raise _of_other(RankFailure(**next(filter(None, gather_json(None)))))
 
 
 _FAILED = 1_000_000
@@ -368,70 +337,43 @@ def all_gather(data: bytes) -> list[bytes]:
     """Data of all ranks, in order of rank. Sent as numbers, so nothing is unpickled."""
     if world_size() == 1:
         return [data]
-    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(world_size())]
-    with waiting():
-        td.all_gather(sizes, torch.tensor([len(data)]))
-        longest = max(int(size) for size in sizes)
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(world_size())]
-        td.all_gather(
-            parts, torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-        )
-    return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+    sizes = torch.zeros(world_size(), dtype=torch.long)
+    sizes[rank()] = len(data)
+    sizes = all_sum(sizes)
+    table = torch.zeros(world_size(), int(sizes.max()), dtype=torch.uint8)
+    table[rank(), : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = zip(all_sum(table), sizes.tolist(), strict=True)
+    return [row[:size].numpy().tobytes() for row, size in rows]
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Values of all ranks, in order of rank, each as JSON returns it."""
+    return [json.loads(data) for data in all_gather(json.dumps(value).encode())]
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Sum gradients over ranks in place. A parameter without one counts as zero, so that all ranks
-    agree.
-
-    Small ones in buckets: a collective takes a fixed time. Large ones in place, without a copy.
-    """
+    agree."""
     if world_size() == 1:
         return
-    full, filling = list[list[Tensor]](), dict[tuple[torch.dtype, torch.device], list[Tensor]]()
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradient = parameter.grad
-        if gradient.nbytes >= LARGE_BYTES and gradient.is_contiguous():
-            with waiting():
-                td.all_reduce(gradient)
-            continue
-        bucket = filling.setdefault((gradient.dtype, gradient.device), [])
-        bucket.append(gradient)
-        if sum(gradient.nbytes for gradient in bucket) >= BUCKET_BYTES:
-            full.append(filling.pop((gradient.dtype, gradient.device)))
-    for bucket in [*full, *filling.values()]:
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        with waiting():
-            td.all_reduce(flat)
-        for gradient, total in zip(
-            bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True
-        ):
-            gradient.copy_(total.view_as(gradient))
-        del flat, total, gradient  # before the next bucket is copied
+    with waiting():
+        works = []
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = parameter.grad.contiguous()
+            works.append(td.all_reduce(parameter.grad, async_op=True))
+        for work in works:
+            work.wait()
 
 
 def merge_stats(stats: Mapping[str, Stat]) -> dict[str, Stat]:
     """Return each statistic over all ranks; a name that a rank lacks counts as empty there."""
-    stats = Stat.read(stats)
-    if world_size() == 1:
-        return stats
-    names = sorted(
-        {
-            name
-            for part in all_gather(json.dumps(sorted(stats)).encode())
-            for name in json.loads(part)
-        }
-    )
-    local = [stats.get(name, Stat()) for name in names]
-    sums = torch.tensor([[s.count, s.sum, s.sum_sq] for s in local], dtype=torch.float64).reshape(
-        -1, 3
-    )
-    ends = torch.tensor([[-s.min, s.max] for s in local], dtype=torch.float64).reshape(-1, 2)
-    sums, ends = all_sum(sums), all_sum(ends, op=td.ReduceOp.MAX)
-    rows = zip(names, sums.tolist(), ends.tolist(), strict=True)
-    return {
-        name: Stat(n, total, squares, -low, high) for name, (n, total, squares), (low, high) in rows
-    }
+    own = {name: astuple(stat)[:5] for name, stat in Stat.read(stats).items()}
+    merged: dict[str, Stat] = {}
+    for part in gather_json(own):
+        for name, numbers in part.items():
+            merged[name] = merged.get(name, Stat()) + Stat(*numbers)
+    return merged

@@ -34,6 +34,11 @@ class RankFailure:
     exit_code: int
 
 
+def interval_of(limit_s: float) -> float:
+    """Seconds between two beats."""
+    return min(limit_s / 30, 1.0)
+
+
 class Heartbeat:
     """Publishes what this rank does in the store that the ranks share, and reads what the others
     do.
@@ -49,22 +54,24 @@ class Heartbeat:
         rank: int,
         ranks: int,
         *,
-        interval_s: float,
         limit_s: float,
         on_stuck: Callable[[], None],
     ) -> None:
         self._main_store = store
         # a connection of its own, since it may wait for a host that is stopped
         self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        self._rank, self._interval_s, self._limit_s, self._on_stuck = (
-            rank,
-            interval_s,
-            limit_s,
-            on_stuck,
-        )
-        self._missed, self._rounds, self._found = [0] * ranks, 0, ""
-        self.phase, self.calls = "start", 0
-        """What this rank does, and how many collectives it has begun."""
+        self._rank = rank
+        self._limit_s = limit_s
+        self._interval_s = interval_of(limit_s)
+        self._on_stuck = on_stuck
+        self._missed = [0] * ranks
+        self._rounds = 0
+        self._found = ""
+        """Ranks that the first rank that looked found to be lost, separated by commas."""
+        self.phase = "start"
+        """What this rank does."""
+        self.calls = 0
+        """Collectives that it has begun."""
         self.waiting_since: float | None = None
         """When the main thread began to wait for other ranks."""
         self.states: list[tuple[int, int, str]] = [(0, 0, "start")] * ranks
@@ -83,35 +90,47 @@ class Heartbeat:
             self._thread.join(2 * self._interval_s)
 
     def _run(self) -> None:
-        beats, failed_at = 0, None
-        keys = [f"state/{other}" for other in range(len(self._missed))]
+        beats = 0
+        failed_at: float | None = None
         while not self.closed.wait(self._interval_s):
             beats += 1
             try:
-                self._store.set(keys[self._rank], json.dumps((beats, self.calls, self.phase)))
-                now = [tuple(json.loads(text)) for text in self._store.multi_get(keys)]
-                self._found = self._store.compare_set("lost", "", "").decode()
-                if self.failure is None and (
-                    text := self._store.compare_set("failure", "", "").decode()
-                ):
-                    self.failure = RankFailure(**json.loads(text))
+                self._exchange(beats)
+                is_store_lost = False
             except RuntimeError:  # the process that hosts the store has ended
-                now = None
-            # in rounds, not seconds: where all processes were stopped and go on, none is lost
-            if now is not None:
-                rows = zip(self._missed, now, self.states, strict=True)
-                self._missed = [missed + 1 if new[0] == old[0] else 0 for missed, new, old in rows]
-                self.states, self._rounds = now, self._rounds + 1
-            if self.failure is not None and failed_at is None:
-                failed_at = time.monotonic()
+                is_store_lost = True
+            if self.failure is not None:
+                failed_at = failed_at or time.monotonic()
             since, limit_s = self.waiting_since, self._limit_s
             if since is not None and failed_at is not None:  # that collective cannot complete
-                since, limit_s = max(since, failed_at), min(limit_s, LEAVE_S)
+                since = max(since, failed_at)
+                limit_s = min(limit_s, LEAVE_S)
             if since is not None and time.monotonic() - since > limit_s:
                 self._on_stuck()
                 return
-            if now is None and since is None:
+            if is_store_lost and since is None:
                 return
+
+    def _exchange(self, beats: int) -> None:
+        """Publish the state of this rank and read those of all."""
+        keys = [f"state/{other}" for other in range(len(self._missed))]
+        self._store.set(keys[self._rank], json.dumps((beats, self.calls, self.phase)))
+        now = [tuple(json.loads(text)) for text in self._store.multi_get(keys)]
+        self._found = self._store.compare_set("lost", "", "").decode()
+        text = self._store.compare_set("failure", "", "").decode()
+        if text and self.failure is None:
+            self.failure = RankFailure(**json.loads(text))
+        # in rounds, not seconds: where all processes were stopped and go on, none is lost
+        rows = zip(self._missed, now, self.states, strict=True)
+        self._missed = [missed + 1 if new[0] == old[0] else 0 for missed, new, old in rows]
+        self.states = now
+        self._rounds += 1
+
+    def _wait(self, is_done: Callable[[], bool], rounds: int) -> None:
+        """Wait until something is known, for the time of ``rounds`` beats."""
+        until = time.monotonic() + rounds * self._interval_s
+        while not is_done() and time.monotonic() < until:
+            time.sleep(self._interval_s / 10)
 
     # --- failures ---
 
@@ -124,9 +143,8 @@ class Heartbeat:
     def find_failure(self) -> RankFailure | None:
         """What another rank has published, as read by the other thread: the store may be on a
         stopped host."""
-        before, until = self._rounds, time.monotonic() + 5 * self._interval_s
-        while self.failure is None and self._rounds < before + 2 and time.monotonic() < until:
-            time.sleep(self._interval_s / 10)
+        before = self._rounds
+        self._wait(lambda: self.failure is not None or self._rounds >= before + 2, 5)
         return None if self.failure is None or self.failure.rank == self._rank else self.failure
 
     def is_reported(self) -> bool:
@@ -135,18 +153,16 @@ class Heartbeat:
         False where this rank has to report its own: it is rank 0, or rank 0 does not answer, such
         as after a kill.
         """
-        others = (
-            len(self._missed) - 1 - len(list(filter(None, self._found.split(","))))
-        )  # none that is lost
+        lost = [*filter(None, self._found.split(","))]
         with suppress(RuntimeError):
             if self._rank == 0:
                 self._main_store.set("reported", "1")
-                until = (
-                    time.monotonic() + 2.0
-                )  # its process may host the store: the others read it before
+                others = len(self._missed) - 1 - len(lost)
+                # its process may host the store: the others read it before it ends
+                until = time.monotonic() + 2.0
                 while self._main_store.add("read", 0) < others and time.monotonic() < until:
                     time.sleep(0.02)
-            elif "0" not in self._found.split(","):
+            elif "0" not in lost:
                 self._main_store.wait(["reported"], timedelta(seconds=min(TOLD_S, self._limit_s)))
                 self._main_store.add("read", 1)
                 return True
@@ -157,26 +173,20 @@ class Heartbeat:
     def lost_ranks(self) -> list[int]:
         """Ranks that are dead or stopped now. All ranks that ask get the answer of the first
         one."""
-        before, until = self._rounds, time.monotonic() + 4 * MISSED * self._interval_s
-        for _ in range(
-            MISSED + 2
-        ):  # a rank that was stopped before the timeout began has missed them already
-            if self._found or max(self._missed) >= MISSED:
-                break
-            time.sleep(self._interval_s)
-        else:
-            if self._rounds == before and self._rank != 0:
-                self._found = (
-                    "0"  # its process hosts the store, or the launcher on its machine does
-                )
-                return [0]
-        while not self._found and not max(self._missed) >= MISSED and time.monotonic() < until:
-            time.sleep(self._interval_s)
-        if not self._found and (
-            silent := [str(n) for n, missed in enumerate(self._missed) if missed >= MISSED]
-        ):
+
+        def is_lost() -> bool:
+            return bool(self._found) or max(self._missed) >= MISSED
+
+        before = self._rounds
+        # a rank that was stopped before the timeout began has missed its beats already
+        self._wait(is_lost, MISSED + 2)
+        if not is_lost() and self._rounds == before and self._rank != 0:
+            # its process hosts the store, or the launcher on its machine does
+            self._found = "0"
+        self._wait(is_lost, 3 * MISSED)
+        silent = [str(number) for number, missed in enumerate(self._missed) if missed >= MISSED]
+        if silent and not self._found:
             self._found = self._store.compare_set("lost", "", ",".join(silent)).decode()
-            time.sleep(
-                3 * self._interval_s
-            )  # until the others have read it: this process may host the store
-        return [int(number) for number in self._found.split(",") if number]
+            # until the others have read it: this process may host the store
+            time.sleep(3 * self._interval_s)
+        return [int(number) for number in filter(None, self._found.split(","))]

@@ -1,8 +1,10 @@
 """Checkpoints that are complete or absent, in safetensors and JSON.
 
-A checkpoint is written to a temporary folder; COMPLETE, with the size and SHA-256 of every file, is
-written last; all files are synced, then the folder is renamed and its parent synced. Measured with
-25 kills each: overwriting one file lost 25 of 25 newest saves, writing in place 15, this none.
+All ranks that hold a part write it to one temporary folder. The last to be done adds COMPLETE, with
+the size and SHA-256 of every file, renames the folder and syncs its parent. So a save needs no
+message between ranks, and is made even where a rank fails alone, as its error ends the others.
+Measured with 25 kills each: overwriting one file lost 25 of 25 newest saves, writing in place 15,
+this none.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,14 +40,18 @@ from gruppo.integrity import (
     verify,
 )
 from gruppo.platforms import sync_to_disk
-from gruppo.trainer import shards
+from gruppo.trainer.shards import Shard, read
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
 FORMAT = 2
 """Raised where older versions' checkpoints can no longer be read; 1 had other files of shards."""
-FILES = ("model", "optimizer", "critic", "reference")
+REQUIRED = ("model", "optimizer")
+"""Files of every checkpoint; of some also the critic's and the reference's."""
+VISIBLE_S = 60.0
+"""Seconds until what one machine has written must be seen by another. NFS keeps names for up to 60
+s."""
 Sharded = Mapping[str, Mapping[str, Tensor]]
 _NAME = re.compile(r"step_(\d{6,})")
 
@@ -63,35 +70,103 @@ class Saved:
     """Weights of a reference that follows the policy."""
 
 
-def save(
-    folder: Path,
-    *,
-    step: int,
-    state: Mapping[str, Any],
-    model: Mapping[str, Tensor],
-    optimizer: Mapping[str, Tensor],
-    critic: Mapping[str, Tensor] | None = None,
-    reference: Mapping[str, Tensor] = MappingProxyType({}),
-) -> Path:
-    """Write ``folder/step_NNNNNN`` atomically and point ``folder/latest`` at it."""
-    target = folder / name_of(step)
-    if not seal_holds(
-        target
-    ):  # a resumed run that is stopped again before its first step writes the same save
-        files = {
-            "model": model,
-            "optimizer": optimizer,
-            "critic": critic,
-            "reference": reference or None,
-        }
-        with replacing(target) as temporary:
-            for name, tensors in files.items():
-                if tensors is not None:
-                    save_file(dict(tensors), temporary / f"{name}.safetensors")
-            text = json.dumps({"format": FORMAT, "step": step, **state})
-            (temporary / "state.json").write_text(text, encoding="utf-8")
-    replace_file(folder / "latest", target.name)
-    return target
+@dataclass(frozen=True, eq=False)
+class Save:
+    """A checkpoint ``.../step_NNNNNN`` that ``ranks`` processes write, each its part."""
+
+    target: Path
+    ranks: int = 1
+    after_commit: Callable[[], None] = lambda: None
+    """Called on the rank that commits the checkpoint."""
+
+    @property
+    def shared_folder(self) -> Path:
+        """Where all ranks write before the checkpoint has its name."""
+        return self.target.with_name(f".{self.target.name}.tmp-ranks")
+
+    def done(self, rank: int) -> Path:
+        """The file that names all others of a rank, and is written after them."""
+        return self.shared_folder / f"rank-{rank:05d}.json"
+
+    def write(
+        self, files: Mapping[str, Mapping[str, Shard]], state: Mapping[str, Any], rank: int = 0
+    ) -> None:
+        """Write the part of a rank, and commit the checkpoint if no other rank's is missing.
+
+        ``files``: of each, the rank's slices of tensors. ``state``: what the first rank writes as
+        JSON.
+        """
+        with explained_failures(self.target):
+            try:
+                self._write(files, state, rank)
+                self._commit()
+            except Exception:
+                if self.ranks == 1:
+                    sweep(self.target.parent)
+                raise
+
+    def _write(
+        self, files: Mapping[str, Mapping[str, Shard]], state: Mapping[str, Any], rank: int
+    ) -> None:
+        folder = self.shared_folder
+        paths = []
+        folder.mkdir(parents=True, exist_ok=True)
+        # from 1 to the number of ranks, as Hugging Face numbers the parts of a model
+        part = f"-shard-{rank + 1:05d}-of-{self.ranks:05d}" if self.ranks > 1 else ""
+        for name, shards in files.items():
+            if shards or rank == 0:  # before the first update, the optimizer has no tensors
+                paths.append(folder / f"{name}{part}.safetensors")
+                tensors = {key: shard.data for key, shard in shards.items()}
+                offsets = {key: {"saved_offsets": shard.offset} for key, shard in shards.items()}
+                # the format of torch.distributed.checkpoint's Hugging Face storage, whose own
+                # writer would need messages between ranks
+                metadata = {"DCP_SHARDING_INFO": json.dumps(offsets)} if part else None
+                save_file(tensors, paths[-1], metadata=metadata)
+        if rank == 0:
+            paths.append(folder / "state.json")
+            text = json.dumps({"format": FORMAT, "step": _step_of(self.target), **state})
+            paths[-1].write_text(text, encoding="utf-8")
+        for path in paths:
+            sync_to_disk(path)
+        partial = self.done(rank).with_name(f".rank-{rank:05d}.json")
+        seal = {path.name: fingerprint(path) for path in paths}
+        partial.write_text(json.dumps(seal), encoding="utf-8")
+        sync_to_disk(partial)
+        partial.replace(self.done(rank))  # from now on another rank may rename the folder
+
+    def _commit(self) -> None:
+        """Seal the checkpoint and give it its name, if the files of all ranks are there."""
+        done = [self.done(rank) for rank in range(self.ranks)]
+        if not all(path.is_file() for path in done):
+            return
+        sealed = self.target.with_name(f".{self.target.name}.tmp-{os.getpid()}")
+        try:
+            self.shared_folder.rename(sealed)
+        except FileNotFoundError:  # another rank was the last too, and this is its to commit
+            return
+        seal: dict[str, Any] = {}
+        for path in done:
+            seal |= read_json(sealed / path.name)
+            (sealed / path.name).unlink()
+        _put_in_place(sealed, self.target, seal, written=())
+        replace_file(self.target.parent / "latest", self.target.name)
+        self.after_commit()
+
+    def check_committed(self) -> None:
+        """Wait until the checkpoint is complete, after all ranks have written theirs."""
+        until = time.monotonic() + VISIBLE_S
+        while self.shared_folder.exists() or not (self.target / SEAL).is_file():
+            with explained_failures(self.target):
+                self._commit()
+            if time.monotonic() > until:
+                ranks = range(self.ranks)
+                missing = [str(rank) for rank in ranks if not self.done(rank).is_file()]
+                raise GruppoError(
+                    f"""{self.target} is incomplete: the shards of rank {", ".join(missing)} are not
+                        in its folder, and all ranks write to one""",
+                    advice="Give a $runs_dir that all machines share",
+                )
+            time.sleep(0.05)
 
 
 @contextmanager
@@ -109,23 +184,23 @@ def replacing(target: Path) -> Iterator[Path]:
             temporary.mkdir()
             yield temporary
             inside = sorted(temporary.rglob("*"))
-            seal = {
-                path.relative_to(temporary).as_posix(): fingerprint(path)
-                for path in inside
-                if path.is_file()
-            }
-            (temporary / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")
-            put_in_place(temporary, target, [*inside, temporary / SEAL, temporary])
+            files = [path for path in inside if path.is_file()]
+            seal = {path.relative_to(temporary).as_posix(): fingerprint(path) for path in files}
+            _put_in_place(temporary, target, seal, written=inside)
         except Exception:
             remove(temporary)
             raise
 
 
-def put_in_place(temporary: Path, target: Path, written: Iterable[Path]) -> None:
-    """Rename a folder to ``target``, after all that was ``written`` has reached the disk."""
-    replaced = target.with_name(f".{target.name}.old-{os.getpid()}")
-    for path in written:
+def _put_in_place(
+    temporary: Path, target: Path, seal: Mapping[str, Any], written: Iterable[Path]
+) -> None:
+    """Seal a folder and rename it to ``target``, after all that was ``written`` has reached the
+    disk."""
+    (temporary / SEAL).write_text(json.dumps(seal, indent=1), encoding="utf-8")
+    for path in (*written, temporary / SEAL, temporary):
         sync_to_disk(path)
+    replaced = target.with_name(f".{target.name}.old-{os.getpid()}")
     if target.is_dir():  # a folder cannot be renamed onto another one that holds files
         target.rename(replaced)
     temporary.replace(target)
@@ -172,35 +247,35 @@ def name_of(step: int) -> str:
     return f"step_{step:06d}"
 
 
+def _step_of(path: Path) -> int:
+    """The step in a checkpoint's name; -1 for anything else."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
 def steps(folder: Path) -> list[int]:
     """Steps with a checkpoint, whole or not, ascending."""
-    if not folder.is_dir():
-        return []
-    return sorted(
-        int(m[1])
-        for path in folder.iterdir()
-        if (m := _NAME.fullmatch(path.name)) and path.is_dir()
-    )
+    found = (_step_of(path) for path in folder.glob("step_*") if path.is_dir())
+    return sorted(step for step in found if step >= 0)
 
 
 def load_latest(folder: Path, sharded: Sharded = MappingProxyType({})) -> Saved | None:
     """Load the checkpoint that ``latest`` names, else the newest that is whole; None if there are
     none at all.
 
-    A damaged one gives way to the one before. If none is whole, the error is that of the first. All
-    ranks load the same one, which each of them can read.
+    A damaged one is replaced by the one before. If none is whole, the error is that of the first.
+    All ranks load the same one, which each of them can read.
     """
-    problem, latest = None, ""
+    latest = ""
     with suppress(OSError, ValueError):
         latest = read_file(folder / "latest").decode().strip()
     # the one that was completed last, then from the newest on: a later one was written but never
     # pointed at
     names = sorted(map(name_of, reversed(steps(folder))), key=lambda name: name != latest)
-    for name in json.loads(dist.all_gather(json.dumps(names).encode())[0]):
-        saved, error = (
-            None,
-            GruppoError(f"checkpoint {folder / name} cannot be read by another rank."),
-        )
+    problem: GruppoError | None = None
+    for name in dist.gather_json(names)[0]:
+        error = GruppoError(f"checkpoint {folder / name} cannot be read by another rank.")
+        saved: Saved | None = None
         try:
             saved = load(folder / name, sharded)
         except GruppoError as own:
@@ -208,8 +283,7 @@ def load_latest(folder: Path, sharded: Sharded = MappingProxyType({})) -> Saved 
         if dist.all_max(int(saved is None)):
             problem = problem or error
             continue
-        assert saved is not None
-        if problem:
+        if problem and saved is not None:
             log.warning("%s Continuing from step %d.", problem, saved.step)
         return saved
     if problem:
@@ -230,17 +304,23 @@ def load(path: Path, sharded: Sharded = MappingProxyType({})) -> Saved:
         if state.get("format") != FORMAT:
             raise GruppoError(f"""checkpoint {path} has format {state.get("format")!r}, this version
                 reads {FORMAT}. {advice}""")
-        files = {name: shards.read(path, name, sharded.get(name, {})) for name in FILES}
-        if (lost := next((name for name in FILES[:2] if files[name] is None), None)) is not None:
-            raise ValueError(f"it has no {lost}.safetensors and no shards of it")
-        model, optimizer, critic, reference = (files[name] for name in FILES)
+        files: dict[str, Any] = {
+            name: read(path, name, sharded.get(name, {}))
+            for name in (*REQUIRED, "critic", "reference")
+        }
+        for name in REQUIRED:
+            if files[name] is None:
+                raise ValueError(f"it has no {name}.safetensors and no shards of it")
         return Saved(
-            int(state["step"]), model or {}, optimizer or {}, state, critic, reference or {}
+            int(state["step"]),
+            files["model"],
+            files["optimizer"],
+            state,
+            files["critic"],
+            files["reference"] or {},
         )
     except (OSError, ValueError, AttributeError, KeyError, TypeError, SafetensorError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError) and error.filename:
-            reason = f"{Path(error.filename).name}: {error.strerror}"
         raise GruppoError(f"checkpoint {path} cannot be read: {reason}. {advice}") from error
 
 
@@ -258,25 +338,21 @@ def seal_holds(path: Path) -> bool:
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
     """AdamW's state, not copied, keyed ``exp_avg.<parameter>``; ``names`` in the order of its
     parameters."""
-    tensors: dict[str, Tensor] = {}
-    for i, entries in optimizer.state_dict()["state"].items():
-        tensors |= {
-            f"{key}.{names[i]}": torch.as_tensor(value).contiguous()
-            for key, value in entries.items()
-        }
-    return tensors
+    return {
+        f"{key}.{names[index]}": torch.as_tensor(value).contiguous()
+        for index, entries in optimizer.state_dict()["state"].items()
+        for key, value in entries.items()
+    }
 
 
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], names: list[str]
 ) -> None:
-    per_index: dict[int, dict[str, Tensor]] = {}
+    state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         kind, name = key.split(".", 1)
-        per_index.setdefault(names.index(name), {})[kind] = value
-    optimizer.load_state_dict(
-        {"state": per_index, "param_groups": optimizer.state_dict()["param_groups"]}
-    )
+        state.setdefault(names.index(name), {})[kind] = value
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
 
 
 def random_state() -> dict[str, Any]:
@@ -284,11 +360,10 @@ def random_state() -> dict[str, Any]:
     from."""
     # lists and hex digits in place of pickles: a checkpoint may come from someone else
     numpy_state: Any = np.random.get_state(legacy=True)
-    kind, keys, position, has_gauss, cached = numpy_state
-    version, internal, gauss = random.getstate()
+    kind, keys, *rest = numpy_state
     return {
-        "python": [version, list(internal), gauss],
-        "numpy": [kind, keys.tolist(), position, has_gauss, cached],
+        "python": random.getstate(),
+        "numpy": [kind, keys.tolist(), *rest],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
 
@@ -304,6 +379,6 @@ def seed_random_state(seed: int) -> None:
 def restore_random_state(state: Mapping[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))

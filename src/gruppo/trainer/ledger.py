@@ -16,6 +16,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -23,10 +24,10 @@ from torch import Tensor
 
 from gruppo import distributed as dist
 from gruppo.integrity import parse_json, replace_file
+from gruppo.packing import NotEncodable, decode, encode
 from gruppo.types import GruppoError, Request, Rollouts
 
 _NAME = re.compile(r"step_(\d+)-r(\d+)\.safetensors")
-_FIELDS = tuple(field.name for field in fields(Rollouts) if field.name != "prompts")
 
 
 class Ledger:
@@ -40,30 +41,30 @@ class Ledger:
         """Complete steps, with the positions of the prompts that each took."""
         self._path_of: dict[str, Path] = {}
         """File of each group, by ``_key``."""
-        self._current: dict[str, Tensor] = {}
-        """Content of the file of the step under way."""
-        for path in self.paths():
-            self._index(path)
+        self._current: dict[str, list[Tensor]] = {}
+        """Groups of the step under way: a record as JSON, and the buffers of its rollouts."""
+        self._index()
 
     def paths(self, after: int = -1) -> list[Path]:
         """Files of the steps after ``after``, in order of steps."""
         found: list[tuple[int, int, Path]] = []
         for path in self.folder.glob("*.safetensors"):
             name = _NAME.fullmatch(path.name)
-            if name is None or int(name[1]) <= after or not path.is_file():
-                continue
-            if self.is_replayed or int(name[2]) % dist.world_size() == dist.rank():
-                found.append((int(name[1]), int(name[2]), path))
+            if name is not None and int(name[1]) > after and path.is_file():
+                step, rank = map(int, name.groups())
+                if self.is_replayed or rank % dist.world_size() == dist.rank():
+                    found.append((step, rank, path))
         return [path for _, _, path in sorted(found)]
 
-    def _index(self, path: Path) -> None:
-        with self._opened(path) as file:
-            for name in file.keys():  # noqa: SIM118  # not a mapping
-                if name.endswith(".json"):
-                    self._path_of[name.removesuffix(".json")] = path
-            positions = file.metadata().get("positions")
-            if positions is not None:
-                self.steps[int(path.name[5:].partition("-")[0])] = parse_json(positions)
+    def _index(self) -> None:
+        self.steps = {}
+        self._path_of = {}
+        for path in self.paths():
+            with self._opened(path) as file:
+                self._path_of |= dict.fromkeys(_keys(file), path)
+                positions = file.metadata().get("positions")
+                if positions is not None:
+                    self.steps[int(path.name[5:].partition("-")[0])] = parse_json(positions)
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:
@@ -71,9 +72,9 @@ class Ledger:
             with safe_open(path, framework="pt") as file:
                 yield file
         except (OSError, SafetensorError, ValueError, AttributeError, KeyError, TypeError) as error:
-            advice = "Give another RUN."
-            if not self.is_replayed:
-                advice = "Delete it: its groups are sampled again."
+            advice = "Delete it: its groups are sampled again."
+            if self.is_replayed:
+                advice = "Give another RUN."
             raise GruppoError(f"{path} cannot be read: {error}. {advice}") from error
 
     def find(self, position: int, request: Request, sampling: Any) -> Rollouts | None:
@@ -83,13 +84,12 @@ class Ledger:
         if path is None:
             return None
         with self._opened(path) as file:
-            record = _record(file, key)
+            record, buffers = _read(file, key)
             if record["settings"] != _settings(request, sampling):
                 return None
             if (record["id"], record["draw"]) == (prompt.id, prompt.draw):
-                packed = record["rollouts"]
-                values = {name: _unpack(packed[name], file) for name in _FIELDS}
-                return Rollouts(prompts=(prompt,), **values)
+                packed = [buffer.numpy().tobytes() for buffer in buffers]
+                return Rollouts(prompts=(prompt,), **decode(record["rollouts"], packed))
         raise GruppoError(f"""{path} has samples of prompt {record["id"]!r} at position {position},
             where the data have {prompt.id!r}. Use the data of the run {self.folder.parent}.""")
 
@@ -97,25 +97,32 @@ class Ledger:
 
     def append(self, position: int, request: Request, sampling: Any, rollouts: Rollouts) -> None:
         """Add the samples of a group to the file of the step under way."""
-        key, tensors = _key(position, request), dict[str, Tensor]()
+        buffers: list[bytes] = []
+        values: dict[str, Any] = {}
+        for field in fields(Rollouts):
+            value = getattr(rollouts, field.name)
+            values[field.name] = dict(value) if isinstance(value, Mapping) else value
+        del values["prompts"]
+        try:
+            packed = encode(values, buffers)
+        except NotEncodable as error:
+            raise GruppoError(
+                f"the rollouts hold a {error}, which the ledger cannot keep",
+                advice="Use strings, numbers, tensors, lists and dicts, or set $engine.lag 0",
+            ) from None
         versions = rollouts.policy_version[rollouts.mask]  # [chosen actions]
         record = {
             "id": request.prompt.id,
             "draw": request.prompt.draw,
             "settings": _settings(request, sampling),
             "version": int(versions.max()) if len(versions) else 0,
-            "rollouts": {
-                name: _pack(getattr(rollouts, name), tensors, f"{key}.{name}") for name in _FIELDS
-            },
+            "rollouts": packed,
         }
-        text = bytearray(json.dumps(record).encode())
-        self._drop(key)  # samples that were too old
-        self._current[f"{key}.json"] = torch.frombuffer(text, dtype=torch.uint8)
-        self._current |= tensors
-
-    def _drop(self, key: str) -> None:
-        for name in [name for name in self._current if name.startswith(f"{key}.")]:
-            del self._current[name]
+        parts = [json.dumps(record).encode(), *buffers]
+        # in place of samples that were too old
+        self._current[_key(position, request)] = [
+            torch.from_numpy(np.frombuffer(bytearray(part), np.uint8)) for part in parts
+        ]
 
     def write(self, step: int, positions: Collection[int] | None = None) -> None:
         """Write the file of a step; ``positions``: the step is complete, and took the prompts
@@ -125,7 +132,9 @@ class Ledger:
         metadata = {"world_size": str(dist.world_size())}
         if positions is not None:
             metadata["positions"] = json.dumps([*positions])
-        replace_file(self._path(step), save(self._current, metadata))
+        groups = self._current.items()
+        tensors = {f"{key}/{n}": part for key, parts in groups for n, part in enumerate(parts)}
+        replace_file(self._path(step), save(tensors, metadata))
         if positions is not None:
             self._current = {}
 
@@ -141,20 +150,16 @@ class Ledger:
             with self._opened(path) as file:
                 if file.metadata().get("world_size") != str(dist.world_size()):
                     continue
-                names = [*file.keys()]
-                for key in [name.removesuffix(".json") for name in names if name.endswith(".json")]:
-                    self._drop(key)
-                    if _record(file, key)["version"] <= version:
-                        own = [name for name in names if name.startswith(f"{key}.")]
-                        self._current |= {name: file.get_tensor(name) for name in own}
+                for key in _keys(file):
+                    record, _ = _read(file, key)
+                    self._current.pop(key, None)
+                    if record["version"] <= version:
+                        self._current[key] = _parts(file, key)
         self.write(step + 1)
         for path in later:
             if not self._current or path != self._path(step + 1):
                 path.unlink()
-        self.steps = {}
-        self._path_of = {}
-        for path in self.paths():
-            self._index(path)
+        self._index()
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}-r{dist.rank()}.safetensors"
@@ -169,45 +174,24 @@ def _key(position: int, request: Request) -> str:
     return f"{position}.{request.first}"
 
 
-def _record(file: Any, key: str) -> Any:
-    return parse_json(file.get_tensor(f"{key}.json").numpy().tobytes())
+def _keys(file: Any) -> list[str]:
+    return [name.removesuffix("/0") for name in [*file.keys()] if name.endswith("/0")]
+
+
+def _parts(file: Any, key: str) -> list[Tensor]:
+    count = sum(name.startswith(f"{key}/") for name in [*file.keys()])
+    return [file.get_tensor(f"{key}/{number}") for number in range(count)]
+
+
+def _read(file: Any, key: str) -> tuple[Any, list[Tensor]]:
+    """The record of a group, and its buffers."""
+    text, *buffers = _parts(file, key)
+    return parse_json(text.numpy().tobytes()), buffers
 
 
 def _settings(request: Request, sampling: Any) -> dict[str, Any]:
     """Group size and sampling options of a request, as JSON returns them."""
     return json.loads(json.dumps({"size": request.size, "sampling": asdict(sampling)}, default=str))
-
-
-def _pack(value: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    """A value as JSON, with its tensors in ``tensors`` under names that begin with ``name``."""
-    if isinstance(value, Tensor):
-        unique = f"{name}.{len(tensors)}"
-        tensors[unique] = value.detach().to("cpu", copy=True).contiguous()
-        return {"tensor": unique}
-    if isinstance(value, tuple | list | set | frozenset):
-        return {type(value).__name__: [_pack(one, tensors, name) for one in value]}
-    if isinstance(value, Mapping):
-        pairs = [(_pack(k, tensors, name), _pack(v, tensors, name)) for k, v in value.items()]
-        return {"dict": pairs}
-    if value is None or isinstance(value, str | int | float):
-        return value
-    field = name.rpartition(".")[2]
-    raise GruppoError(
-        f"rollouts.{field} holds a {type(value).__name__}, which the ledger cannot keep",
-        advice="Use texts, numbers, tensors, lists and dicts, or set $engine.lag 0",
-    )
-
-
-def _unpack(value: Any, file: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    (form, content), *_ = value.items()
-    if form == "tensor":
-        return file.get_tensor(content)
-    if form == "dict":
-        return {_unpack(key, file): _unpack(one, file) for key, one in content}
-    items = [_unpack(one, file) for one in content]
-    return {"tuple": tuple, "list": list, "set": set, "frozenset": frozenset}[form](items)
 
 
 def split(rollouts: Rollouts) -> list[Rollouts]:

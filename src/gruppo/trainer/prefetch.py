@@ -29,7 +29,7 @@ from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import check_is_run
 from gruppo.trainer.slots import Group, Slots
 from gruppo.trainer.stages import StepParams
-from gruppo.types import DataError, EngineLost, GruppoError, Prompt, Request, Rollouts
+from gruppo.types import DataError, EngineLost, GruppoError, Prompt, Request, Rollouts, Stat
 
 log = logging.getLogger("gruppo")
 
@@ -90,14 +90,20 @@ class PrefetchEngine(Engine):
         self._error: BaseException | None = None
         self._is_closed = False
         self._threads: list[threading.Thread] = []
-        self._reset_metrics(time.perf_counter())
+        self._lags: list[Tensor] = []
+        """Publishes between the weights that chose each action and those of the step."""
+        self._stale = 0
+        """Groups that were sampled again since they were beyond the bound."""
+        self._wait_s = self._idle_s = 0.0
+        """Seconds in which the trainer waited for samples, and in which nothing was being
+        sampled."""
+        self._idle_since: float | None = time.perf_counter()
 
     @classmethod
     def attach(cls, run: Run, folder: Path) -> None:
         """Put the engine and its prompts in place of a run's own; ``folder``: of the run."""
-        engine = cls(run, folder)
-        run.engine = engine
-        run.source = engine.prompts
+        run.engine = cls(run, folder)
+        run.source = run.engine.prompts
 
     # --- prompts ---
 
@@ -115,23 +121,23 @@ class PrefetchEngine(Engine):
     def _draw(self) -> None:
         """Draw the next prompt, and have its group sampled, or read from the ledger, if it is this
         rank's."""
-        run, prompts, index = self.run, self.prompts, self.slots.next_index
-        state = prompts.source.state_dict()
+        run, source, index = self.run, self.prompts.source, self.slots.next_index
+        state = source.state_dict()
         try:
-            prompt = prompts.source.take(1)[0]
-            group = Group(prompts.position, prompt, state)
+            prompt = source.take(1)[0]
+            group = Group(self.prompts.position, prompt, state)
             group.is_counted = run.policy.check_prompt(prompt, run.sampling) is None
-            step_params = self._planned(index)
+            planned = self._planned(index)
             is_own = index % self.slots.prompts % dist.world_size() == dist.rank()
-            if group.is_counted and is_own and step_params is not None:
-                size = run.config.rollout.first_samples or step_params.group_size
+            if group.is_counted and is_own and planned is not None:
+                size = run.config.rollout.first_samples or planned.group_size
                 group.request = Request(prompt, size)
-                group.sampling = step_params.sampling
+                group.sampling = planned.sampling
                 group.rollouts = self._recorded(group)
         except BaseException:  # the next attempt, or a resumed run, draws the same prompt again
-            prompts.source.load_state_dict(state)
+            source.load_state_dict(state)
             raise
-        prompts.position += 1
+        self.prompts.position += 1
         self.slots.add(group)
 
     def _fill(self) -> None:
@@ -221,35 +227,28 @@ class PrefetchEngine(Engine):
         if not self._lags:  # on no rank was anything sampled
             return metrics
         with self._changed:
-            now = time.perf_counter()
-            if self._idle_since is not None:
-                self._idle_s += now - self._idle_since
-            counts = torch.cat(self._lags).bincount(minlength=self.slots.lag + 1)  # [lag + 1]
-            own = [self._wait_s, self._idle_s, self._stale, self._discarded]
-            self._reset_metrics(None if self._idle_since is None else now)
-        counts = dist.all_sum(counts.double())
-        shares = (counts / counts.sum()).tolist()
-        waited, idle, stale, discarded = dist.all_sum(torch.tensor(own).double()).tolist()
-        metrics["lag/mean"] = sum(lag * share for lag, share in enumerate(shares))
-        taken = [float(lag) for lag, share in enumerate(shares) if share > 0]
-        metrics["lag/max"] = max(taken, default=math.nan)  # rows of errors have no action
-        metrics |= {f"lag/{lag}_frac": share for lag, share in enumerate(shares)}
-        metrics["lag/stale_groups_count"] = stale
-        metrics["lag/discarded_groups_count"] = discarded
-        metrics["time/trainer_wait_s"] = waited / dist.world_size()
-        metrics["time/sampler_wait_s"] = idle / dist.world_size()
+            self._end_idle()
+            if not self.slots.running:
+                self._idle_since = time.perf_counter()
+            stats = {"lag": Stat.of(torch.cat(self._lags))}
+            for name in ("_stale", "_wait_s", "_idle_s"):
+                stats[name] = Stat.of(torch.tensor([float(getattr(self, name))]))
+            self._lags = []
+            self._stale = 0
+            self._wait_s = self._idle_s = 0.0
+        stats = dist.merge_stats(stats)
+        metrics["lag/mean"] = stats["lag"].mean
+        # rows of errors have no action
+        metrics["lag/max"] = stats["lag"].max if stats["lag"].count else math.nan
+        metrics["lag/stale_groups_count"] = stats["_stale"].sum
+        metrics["time/trainer_wait_s"] = stats["_wait_s"].mean
+        metrics["time/sampler_wait_s"] = stats["_idle_s"].mean
         return metrics
 
-    def _reset_metrics(self, idle_since: float | None) -> None:
-        self._lags: list[Tensor] = []
-        """Publishes between the weights that chose each action and those of the step."""
-        self._wait_s = self._idle_s = 0.0
-        """Seconds in which the trainer waited for samples, and in which nothing was being
-        sampled."""
-        self._stale = self._discarded = 0
-        """Groups that were sampled again: beyond the bound, or for other parameters than the
-        step's."""
-        self._idle_since = idle_since
+    def _end_idle(self) -> None:
+        if self._idle_since is not None:
+            self._idle_s += time.perf_counter() - self._idle_since
+            self._idle_since = None
 
     # --- samples of a step ---
 
@@ -257,20 +256,19 @@ class PrefetchEngine(Engine):
         """The group of a request: the one sampled ahead if it is for the same parameters, or a new
         one."""
         taken = self.slots.taken
-        index = next(n for n, group in enumerate(taken) if group.prompt is request.prompt)
-        group = found = taken[index]
+        found = next(group for group in taken if group.prompt is request.prompt)
         own = found.request
-        requested = (request.size, request.first, sampling)
-        if own is None or (own.size, own.first, found.sampling) != requested:
+        is_same = own is not None and (own.size, own.first) == (request.size, request.first)
+        group = found
+        if not is_same or found.sampling != sampling:
             group = replace(found, request=request, sampling=sampling, rollouts=None)
             group.is_started = group.is_dropped = False
             if request.first:  # a group that grows keeps its first samples
                 group.is_counted = False
                 taken.append(group)
             else:
-                self._discarded += found.is_started or found.rollouts is not None
                 self.slots.drop(found)
-                taken[index] = group
+                taken[taken.index(found)] = group
             group.rollouts = self._recorded(group)
         replay = self.run.config.engine.replay
         if replay and group.rollouts is None:  # nothing would sample it
@@ -289,20 +287,18 @@ class PrefetchEngine(Engine):
         for group in groups:
             if group.rollouts is None:
                 continue
-            versions = group.rollouts.policy_version[group.rollouts.mask]
-            if not len(versions):
+            versions = group.rollouts.policy_version[group.rollouts.mask].tolist() or [version]
+            if not self.slots.is_stale(min(versions), max(versions), version):
                 continue
-            oldest = int(versions.min())
-            if self.slots.is_stale(oldest, int(versions.max()), version):
-                if self.run.config.engine.replay:
-                    raise GruppoError(
-                        f"""the samples at position {group.position} are of version {oldest}, and
-                            the replay trains version {version}""",
-                        advice="Replay with the run's own $engine.lag and steps",
-                    )
-                self._stale += 1
-                self.slots.restart(group)
-                self._changed.notify_all()
+            if self.run.config.engine.replay:
+                raise GruppoError(
+                    f"""the samples at position {group.position} are of version {min(versions)}, and
+                        the replay trains version {version}""",
+                    advice="Replay with the run's own $engine.lag and steps",
+                )
+            self._stale += 1
+            self.slots.restart(group)
+            self._changed.notify_all()
         return all(group.rollouts is not None for group in groups)
 
     # --- sampling ahead ---
@@ -328,17 +324,18 @@ class PrefetchEngine(Engine):
         if config.objective.correction == "none":
             log.warning(
                 "engine.lag=%d without a correction: samples of older weights are learned from as "
-                "if they were of the "
-                "newest. Set objective.correction=truncate, unless that is what you measure.",
+                "if they were of the newest. Set objective.correction=truncate, unless that is "
+                "what you measure.",
                 config.engine.lag,
             )
-        concurrency = max(self.engine.concurrency, 1)  # ``build`` has checked it
+        concurrency = self.engine.concurrency  # ``build`` has checked it
         capacity = (config.engine.lag + 1) * config.rollout.prompts
         self._chunk = min(math.ceil(capacity / concurrency), config.rollout.prompts)
         for number in range(min(math.ceil(capacity / self._chunk), concurrency)):
             name = f"gruppo-sampler-{number}"
-            self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _release(self, ledger: Ledger) -> None:
         state = self.run.state
@@ -360,17 +357,22 @@ class PrefetchEngine(Engine):
                 if self._is_closed:
                     return
                 groups = self.slots.start(self._chunk)
-                if self._idle_since is not None:
-                    self._idle_s += time.perf_counter() - self._idle_since
-                    self._idle_since = None
-            found: dict[tuple[str, int], Rollouts] = {}
+                self._end_idle()
+            found: Mapping[tuple[str, int], Rollouts] = {}
             problem: BaseException | None = None
             try:
                 found = self._sample(groups)
             except BaseException as error:  # else the trainer would wait forever
                 problem = error
             with self._changed:
-                problem = self._finish(groups, found) or problem
+                for group in groups:
+                    one = found.get((group.prompt.id, group.prompt.draw))
+                    own = None if one is None else replace(one, prompts=(group.prompt,))
+                    self.slots.finish(group, own)
+                try:  # only after all have ended: what cannot be recorded leaves none running
+                    self._record(groups)
+                except BaseException as error:
+                    problem = error
                 if not self.slots.running:
                     self._idle_since = time.perf_counter()
                 if self._error is None or isinstance(self._error, EngineLost):
@@ -389,23 +391,9 @@ class PrefetchEngine(Engine):
                 draw=n).""")
         return found
 
-    def _finish(
-        self, groups: Sequence[Group], found: Mapping[tuple[str, int], Rollouts]
-    ) -> BaseException | None:
-        """End a call; return why its samples cannot be recorded, if they cannot."""
+    def _record(self, groups: Sequence[Group]) -> None:
+        ledger = self.ledger
         for group in groups:
-            one = found.get((group.prompt.id, group.prompt.draw))
-            own = None if one is None else replace(one, prompts=(group.prompt,))
-            self.slots.finish(group, own)
-        # only after all have ended: what cannot be recorded must leave none of them running
-        try:
-            for group in groups:
-                is_needed = not group.is_dropped and not self._is_closed
-                if is_needed and group.rollouts is not None and group.request is not None:
-                    assert self.ledger is not None
-                    self.ledger.append(
-                        group.position, group.request, group.sampling, group.rollouts
-                    )
-        except BaseException as error:
-            return error
-        return None
+            is_needed = not group.is_dropped and not self._is_closed
+            if is_needed and group.rollouts is not None and group.request is not None and ledger:
+                ledger.append(group.position, group.request, group.sampling, group.rollouts)

@@ -6,16 +6,16 @@ import json
 import logging
 import os
 import platform
-import sys
+import re
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from copy import copy
 from dataclasses import fields
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -30,7 +30,7 @@ from gruppo.seeds import seed_at
 from gruppo.tracking import trackers
 from gruppo.tracking.files import CompletionFiles, MetricsFile, read_lines
 from gruppo.tracking.samples import SamplesFile
-from gruppo.trainer import checkpoint, sharded_save, shards
+from gruppo.trainer import checkpoint, shards
 from gruppo.trainer.forward import token_budget
 from gruppo.trainer.references import check_unchanged, remember
 from gruppo.trainer.run import Run, State, trained
@@ -52,24 +52,24 @@ def check_is_run(path: Path) -> None:
 
 
 class RunFolder:
-    """The folder of a run. Only the main rank writes, but for shards of weights; methods of others
-    do nothing."""
+    """The folder of a run. Only the main rank writes, except for shards of weights; methods of
+    other ranks do nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoints, self.best = path / "checkpoints", path / "best"
+        self.checkpoints = path / "checkpoints"
+        self.best = path / "best"
         self.completions: CompletionFiles | None = None
-        self._unchecked: sharded_save.Save | None = None
-        """The newest save of a sharded run, until it was found complete."""
+        self._unchecked: checkpoint.Save | None = None
+        """The newest save, until it was found complete."""
         self._written: set[Path] = set()
-        """Of a sharded run, the checkpoints that this process has begun to write or was resumed
-        from."""
+        """Checkpoints that this process has begun to write or was resumed from."""
         self._saved_best: Mapping[str, float] | None = None
         """``State.best`` of the newest checkpoint."""
-        self._lock: IO[str] | None = None
         self._identity: os.stat_result | None = None
-        """Of the folder that was opened, should it be deleted or replaced."""
-        self._handler: logging.Handler | None = None
+        """Of the folder that was opened, in case it is deleted or replaced."""
+        self._opened = ExitStack()
+        self.close = self._opened.close
 
     def check_is_new(self) -> None:
         """Refuse a folder that holds more than what an aborted start leaves."""
@@ -105,27 +105,14 @@ class RunFolder:
             exist_ok=True
         )  # a resumed run without this folder has lost its checkpoints
 
-    def check_is_shared(self, run: Run) -> None:
-        """Refuse to shard a run over machines that do not see one folder: each rank writes its
-        shards there."""
-        until = time.monotonic() + sharded_save.VISIBLE_S
-        while any(sharded_tensors(run).values()) and not (self.path / "config.json").is_file():
-            if time.monotonic() > until:
-                raise GruppoError(
-                    f"""rank {dist.rank()} does not see the run folder {self.path} of the main rank,
-                        and sharded weights are saved by all ranks""",
-                    advice="Give a $runs_dir that all machines share",
-                )
-            time.sleep(0.1)
-
     def open(self) -> None:
         """Lock the folder for this process, remove the partial writes of a killed one, and start
         the log."""
         if not dist.is_main():
             return
         try:
-            self._lock = lock_file(self.path / ".lock")
-            self._handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
+            self._opened.enter_context(lock_file(self.path / ".lock"))
+            handler = logging.FileHandler(self.path / "log.txt", encoding="utf-8")
         except BlockingIOError:
             raise GruppoError(
                 f"another process is writing to {self.path}; wait for it or stop it first."
@@ -138,9 +125,10 @@ class RunFolder:
         for name in (".", "checkpoints", "best", "completions", "images"):
             checkpoint.sweep(self.path / name)
         # lines that cannot be written are dropped: the metrics file reports a full disk
-        self._handler.handleError = lambda record: None  # type: ignore[method-assign]
-        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.addHandler(self._handler)
+        handler.handleError = lambda record: None  # type: ignore[method-assign]
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+        self._opened.callback(_stop_log, handler)
 
     def check_exists(self) -> None:
         """Refuse to go on where the folder was deleted or moved: writing would make another one,
@@ -152,15 +140,6 @@ class RunFolder:
             nothing can be saved in it. Move it back and continue with {command_name()} resume, or
             give the command again.""")
 
-    def close(self) -> None:
-        if self._handler is not None:
-            log.removeHandler(self._handler)
-            with suppress(OSError):
-                self._handler.close()
-        if self._lock is not None:
-            self._lock.close()
-        self._handler = self._lock = None
-
     def trackers(self, *, from_step: int | None) -> list[Any]:
         """Open the metrics and samples files, then what ``Config.track`` names.
 
@@ -169,20 +148,10 @@ class RunFolder:
         if not dist.is_main():
             return []
         files: list[MetricsFile | SamplesFile] = [MetricsFile(self.path), SamplesFile(self.path)]
-        config = serialization.load(self.path / "config.json")
         self.completions = CompletionFiles(self.path)
         for file in (*files, self.completions):
             file.cut(-1 if from_step is None else from_step)
-        logged = {row["step"] for row in read_lines(self.path / "metrics.jsonl")}
-        if missing := [step for step in range(1, (from_step or 0) + 1) if step not in logged]:
-            log.warning(
-                "metrics.jsonl has no row for %d of the %d steps before the checkpoint, from step "
-                "%d to %d: they are lost, and curves and gruppo doctor go without them.",
-                len(missing),
-                from_step,
-                missing[0],
-                missing[-1],
-            )
+        config = serialization.load(self.path / "config.json")
         return [
             *files,
             *trackers.open_trackers(config.track, self.path, config, from_step=from_step),
@@ -194,44 +163,47 @@ class RunFolder:
         """Write a checkpoint of ``state``, which ``boundary_state`` made, and delete old ones.
 
         Without ``state``, keep weights and optimizer state as the best so far, for
-        ``back_off.watch``. Where weights are sharded, each rank writes its own;
-        ``finish_saving`` waits until all are written.
+        ``back_off.watch``. If weights are sharded, each rank writes its own; ``finish_saving``
+        waits until all are written.
         """
-        is_sharded = any(sharded_tensors(run).values())
-        if not dist.is_main() and not is_sharded:
+        ranks = dist.world_size() if is_sharded(run) else 1
+        if dist.rank() >= ranks:
             return
         if dist.is_main():
             self.check_exists()
-        if dist.is_main() and state is not None:  # a checkpoint must not outlive the rows before it
-            *_, completions = [None, *sorted(self.path.glob("completions/step_*"))]
-            for file in (self.path / "metrics.jsonl", self.path / "samples.jsonl", completions):
-                if file is not None and file.exists():
-                    sync_to_disk(file)
-        # a run that resumes from the newest checkpoint may return to the best weights that it names
-        saved_best = self._saved_best if state is None else state["best"]
-        keep, newest_best = run.config.saving.keep, run.state.best
-        step = run.state.step if state is None else int(state["step"])
+        if state is None:
+            target = self.best / checkpoint.name_of(run.state.step)
+        else:
+            target = self.checkpoints / checkpoint.name_of(int(state["step"]))
+            # a run that resumes from it may return to the best weights that it names
+            self._saved_best = state["best"]
+            self._sync_logs()
+        if target in self._written:
+            return
+        kept = [best["step"] for best in (self._saved_best, run.state.best) if best]
+        keep = run.config.saving.keep
 
         def delete_old() -> None:
-            if state is not None:
-                checkpoint.prune(self.checkpoints, keep, newest=step)
-            for other in {*checkpoint.steps(self.best)} - {
-                best["step"] for best in (saved_best, newest_best) if best
-            }:
+            if target.parent == self.checkpoints:
+                checkpoint.prune(self.checkpoints, keep, newest=int(target.name[5:]))
+            for other in {*checkpoint.steps(self.best)}.difference(kept):
                 checkpoint.remove(self.best / checkpoint.name_of(other))
 
-        target = (self.best if state is None else self.checkpoints) / checkpoint.name_of(step)
-        content = state or {}
-        if is_sharded:
-            if target not in self._written:
-                self._written.add(target)
-                self._unchecked = sharded_save.save(
-                    target, step, tensors_of(run), content, delete_old
-                )
-        else:
-            checkpoint.save(target.parent, step=step, state=content, **tensors_of(run))
-            delete_old()
-        self._saved_best = saved_best
+        parts = {
+            name: shards.own_shards(tensors or {})
+            for name, tensors in tensors_of(run).items()
+            if tensors or name in checkpoint.REQUIRED
+        }
+        self._unchecked = checkpoint.Save(target, ranks, delete_old)
+        self._unchecked.write(parts, state or {}, dist.rank())
+        self._written.add(target)
+
+    def _sync_logs(self) -> None:
+        """Write what was logged to the disk: a checkpoint must not outlive the rows before it."""
+        completions = sorted(self.path.glob("completions/step_*"))[-1:]
+        for file in (self.path / "metrics.jsonl", self.path / "samples.jsonl", *completions):
+            if dist.is_main() and file.exists():
+                sync_to_disk(file)
 
     def finish_saving(self) -> None:
         """Wait until what all ranks have written is a complete checkpoint. A collective."""
@@ -246,18 +218,13 @@ class RunFolder:
         ValueError if the weights of the policy or the critic differ in names or shapes, before
         anything is restored.
         """
-        weights, loaded = weights_of(run), {"model": saved.weights, "critic": saved.critic}
-        pairs = []
+        weights = weights_of(run)
+        loaded = {"model": saved.weights, "critic": saved.critic}
         for what, found in loaded.items():
-            tensors = weights[what]
-            if (tensors is None) != (found is None):
-                raise ValueError(
-                    f"it has {'a' if tensors is None else 'no'} {what}, unlike this run"
-                )
-            pairs.append((tensors or {}, found or {}))
-            own, theirs = (
-                {n: [*t.shape] for n, t in (each or {}).items()} for each in (tensors, found)
-            )
+            if (weights[what] is None) != (found is None):
+                one = "a" if found else "no"
+                raise ValueError(f"it has {one} {what}, unlike this run")
+            own, theirs = _shapes(weights[what]), _shapes(found)
             for name in sorted(own.keys() | theirs.keys()):
                 if own.get(name) != theirs.get(name):
                     raise ValueError(
@@ -265,9 +232,9 @@ class RunFolder:
                         f"{own.get(name)} in this run's"
                     )
         with torch.no_grad():
-            for tensors, found in pairs:
-                for name, tensor in tensors.items():
-                    tensor.copy_(found[name])
+            for what, found in loaded.items():
+                for name, tensor in (found or {}).items():
+                    weights[what][name].copy_(tensor)
         if run.reference is not None:
             run.reference.load_state_dict(saved.reference)
         checkpoint.restore_optimizer(run.optimizer, saved.optimizer, optimized_names(run))
@@ -279,7 +246,7 @@ class RunFolder:
             self._check_nothing_is_lost(run)
             return False
         try:
-            check_base(run, saved.state.get("base_sha256"))
+            _check_base(run, saved.state.get("base_sha256"))
             self.return_to(run, saved)
             restore_state(run, saved.state)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
@@ -311,9 +278,8 @@ class RunFolder:
         if dist.is_main():
             self.check_exists()
             # JSON has no NaN: null
-            evaluations = json.loads(
-                json.dumps(run.state.evaluations), parse_constant=lambda _: None
-            )
+            text = json.dumps(run.state.evaluations)
+            evaluations = json.loads(text, parse_constant=lambda _: None)
             replace_file(self.path / "evaluations.json", json.dumps(evaluations, indent=2))
 
     def write_manifest(self, run: Run, model_source: Mapping[str, Any]) -> None:
@@ -321,18 +287,20 @@ class RunFolder:
         variables."""
         if not dist.is_main():
             return
-        config, demos = run.config, run.demos
+        config = run.config
+        demos = run.demos and {
+            "name": config.supervised.data or config.data,
+            "fingerprint": run.demos.fingerprint(),
+        }
         manifest = {
             "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seed": config.seed,
-            "model": dict(model_source),
             "data": {"name": config.data, "fingerprint": run.source.fingerprint()},
-            "demonstrations": demos
-            and {"name": config.supervised.data or config.data, "fingerprint": demos.fingerprint()},
+            "demonstrations": demos,
             "token_budget": token_budget(run),
             "compute_dtype": str(run.policy.compute_dtype).removeprefix("torch."),
-            **setup(run),
-            "first_weights_sha256": first_weights(run),
+            **_setup(run, model_source),
+            "first_weights_sha256": _first_weights(run),
             "base_sha256": part(run.policy, AdapterMixin).base_sha256,
             "reference_sha256": remember(run),
         }
@@ -350,17 +318,17 @@ class RunFolder:
         if not dist.is_main():
             return
         file = self.path / "manifest.json"
+        present = _setup(run, model_source)
+        changing: list[str] = []
+        other: list[str] = []
         # without a checkpoint, the run begins again, with the present setup
         is_begun = bool(checkpoint.steps(self.checkpoints))
-        present = {**setup(run), "model": dict(model_source)}
-        changing, other = list[str](), list[str]()
         try:
             manifest = read_json(file)
-            weights_then = manifest["first_weights_sha256"]
-            reference_then = manifest["reference_sha256"]
+            first_weights = manifest["first_weights_sha256"]
+            reference = manifest["reference_sha256"]
             if is_begun:
-                is_on_cpu = run.policy.device.type == "cpu"
-                changing, other = differences(manifest, present, is_on_cpu=is_on_cpu)
+                changing, other = _differences(manifest, present, run.policy.device.type)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             if is_begun:  # a run killed before its manifest was written has none
                 log.warning(
@@ -369,11 +337,11 @@ class RunFolder:
                     file,
                 )
             return
-        if weights_then is not None and weights_then != first_weights(run):
+        if first_weights not in (None, _first_weights(run)):
             raise GruppoError(f"""the model {run.config.model} is not the one that {self.path} began
                 with: its weights have changed. Resume with the model as it was before training,
                 which is the KL reference and the starting point.""")
-        run.reference_sha256 = reference_then
+        run.reference_sha256 = reference
         check_unchanged(run)
         if changing and not allow_changes:
             raise GruppoError(
@@ -381,9 +349,7 @@ class RunFolder:
                 advice="Restore what has changed, or continue with $allow_changes",
             )
         if changing:
-            entry = {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "changes": changing}
-            manifest |= present | {"resumed_with": [*manifest.get("resumed_with", []), entry]}
-            replace_file(file, json.dumps(manifest, indent=2))
+            replace_file(file, json.dumps(manifest | present, indent=2))
         if changing or other:
             log.warning("since the run began: %s.", "; ".join([*changing, *other]))
 
@@ -409,15 +375,23 @@ class RunFolder:
         return target
 
 
-def check_base(run: Run, saved: str | None) -> None:
+def _stop_log(handler: logging.Handler) -> None:
+    log.removeHandler(handler)
+    with suppress(OSError):
+        handler.close()
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor] | None) -> dict[str, list[int]]:
+    return {name: [*tensor.shape] for name, tensor in (tensors or {}).items()}
+
+
+def _check_base(run: Run, saved: str | None) -> None:
     """Refuse a checkpoint of an adapter on other weights; ``saved``: their SHA-256, None for all
     weights."""
     base = part(run.policy, AdapterMixin).base_sha256
     if base != saved:
-        held, trained = (
-            f"an adapter of {sha:.16}..." if sha else "all weights" for sha in (saved, base)
-        )
-        raise ValueError(f"it holds {held}, and this run trains {trained}")
+        names = [f"an adapter of {sha:.16}..." if sha else "all weights" for sha in (saved, base)]
+        raise ValueError(f"it holds {names[0]}, and this run trains {names[1]}")
 
 
 def restore_state(run: Run, state: Mapping[str, Any]) -> None:
@@ -428,7 +402,7 @@ def restore_state(run: Run, state: Mapping[str, Any]) -> None:
     run.state = State(**{field.name: state[field.name] for field in fields(State)})
     run.stage_schedule.load_state_dict(state["stage_schedule"])
     if run.callbacks is not None:
-        run.callbacks.load_state_dict(state.get("callbacks", {}))
+        run.callbacks.load_state_dict(state["callbacks"] or {})
     if dist.rank() < len(state["random"]):
         checkpoint.restore_random_state(state["random"][dist.rank()])
     else:  # there are more ranks than when it was saved
@@ -455,28 +429,27 @@ def weights_of(run: Run) -> dict[str, Any]:
 def optimized_names(run: Run) -> list[str]:
     """Names of the parameters in the order of the optimizer, which has sharded ones and whole ones
     apart."""
-    names = {
-        id(parameter): name for name, parameter in trained(run.policy.module, run.critic).items()
-    }
-    return [
-        names[id(parameter)]
-        for group in run.optimizer.param_groups
-        for parameter in group["params"]
-    ]
+    named = trained(run.policy.module, run.critic)
+    names = {id(parameter): name for name, parameter in named.items()}
+    groups = run.optimizer.param_groups
+    return [names[id(parameter)] for group in groups for parameter in group["params"]]
 
 
 def sharded_tensors(run: Run) -> checkpoint.Sharded:
     """The tensors of a checkpoint that are divided among ranks, by its files."""
-    parameters = trained(run.policy.module, run.critic)
-    moments = {
-        f"{moment}.{name}": p
-        for moment in ("exp_avg", "exp_avg_sq")
-        for name, p in parameters.items()
-    }
     # AdamW has no moments before its first step: those of a checkpoint are then known by their
     # parameters alone
+    moments = {
+        f"{moment}.{name}": parameter
+        for moment in ("exp_avg", "exp_avg_sq")
+        for name, parameter in trained(run.policy.module, run.critic).items()
+    }
     files = weights_of(run) | {"optimizer": moments}
     return {file: shards.only_sharded(tensors or {}) for file, tensors in files.items()}
+
+
+def is_sharded(run: Run) -> bool:
+    return any(sharded_tensors(run).values())
 
 
 def boundary_state(run: Run) -> dict[str, Any]:
@@ -487,19 +460,19 @@ def boundary_state(run: Run) -> dict[str, Any]:
     different numbers.
     """
     # first of all: the state of a source or a callback may fail on one rank alone
-    random_states = dist.all_gather(json.dumps(checkpoint.random_state()).encode())
+    random_states = dist.gather_json(checkpoint.random_state())
     return {
         **{name: copy(value) for name, value in vars(run.state).items()},
         "base_sha256": part(run.policy, AdapterMixin).base_sha256,
         "source": run.source.state_dict(),
-        "demos": None if run.demos is None else run.demos.state_dict(),
+        "demos": run.demos and run.demos.state_dict(),
         "stage_schedule": run.stage_schedule.state_dict(),
-        "random": list(map(json.loads, random_states)),
-        **({} if run.callbacks is None else {"callbacks": run.callbacks.state_dict()}),
+        "random": random_states,
+        "callbacks": run.callbacks and run.callbacks.state_dict(),
     }
 
 
-def first_weights(run: Run) -> str | None:
+def _first_weights(run: Run) -> str | None:
     """SHA-256 of the untrained weights, if a resume depends on them and no file name identifies
     them."""
     if run.reference is None and run.config.model != IN_MEMORY:
@@ -509,42 +482,54 @@ def first_weights(run: Run) -> str | None:
     )
 
 
-def setup(run: Run) -> dict[str, Any]:
+def functions_of(config: Config) -> list[str]:
+    """Names of the functions, classes and kinds that a config has, except the model's."""
+    names = [*config.reward, *config.environment.names, config.engine.kind]
+    return [*names, config.objective.surrogate]
+
+
+def _setup(run: Run, model_source: Mapping[str, Any]) -> dict[str, Any]:
     """What a resumed run is compared with: digests of code and of the tokenizer, versions,
     hardware."""
-    config = run.config
-    functions = [*config.reward, *config.environment.names, config.engine.kind]
-    functions.append(config.objective.surrogate)
+    inputs: dict[str, Any] = {}
     # once per file, whatever the number of its functions: a file may import a whole project
     digest_of = cache(code_digest)
-    inputs = {f"code of {name}": digest_of(f"{name.rpartition(':')[0]}:") for name in functions}
-    inputs = {name: sha256 for name, sha256 in inputs.items() if sha256 is not None}
+    for name in functions_of(run.config):
+        inputs[f"code of {name}"] = digest_of(f"{name.rpartition(':')[0]}:")
     inputs |= part(run.policy, PromptMixin).input_digests() | run.rewards.input_digests()
     if run.callbacks is not None:
         inputs |= run.callbacks.digests()
     if run.validation is not None:
         inputs["validation data"] = run.validation.fingerprint()
-    return {"inputs": inputs, "world": dist.world_size(), **environment()}
+    inputs = {name: sha256 for name, sha256 in inputs.items() if sha256 is not None}
+    return {
+        "inputs": inputs,
+        "model": dict(model_source),
+        "world": dist.world_size(),
+        **environment(),
+    }
 
 
-def differences(
-    manifest: Mapping[str, Any], present: Mapping[str, Any], *, is_on_cpu: bool
+def _differences(
+    manifest: Mapping[str, Any], present: Mapping[str, Any], device: str
 ) -> tuple[list[str], list[str]]:
     """What has changed since a manifest was written, in words: what changes the results, and
     everything else."""
-    odd = sorted(dict(manifest["inputs"].items() ^ present["inputs"].items()))
-    changing = [f"the {name} has changed" for name in odd]
-    other = list[str]()
+    names = sorted(dict(manifest["inputs"].items() ^ present["inputs"].items()))
+    changing = [f"the {name} has changed" for name in names]
+    other: list[str] = []
     if manifest["model"].get("sha256") != present["model"].get("sha256"):
         other.append(f"the file of the model {present['model']['name']} has changed")
-    is_changing = {"gruppo", "torch", *(["threads"] if is_on_cpu else [])}
-    for kind in ("versions", "hardware"):
-        for name, value in present[kind].items():
-            if (saved := manifest[kind].get(name)) != value:
-                text = f"{name} was {saved} and is {value}"
-                if name == "threads":  # sums on a CPU are divided among them
-                    text += f" (set OMP_NUM_THREADS={saved})"
-                (changing if name in is_changing else other).append(text)
+    for name, value in (present["versions"] | present["hardware"]).items():
+        saved = (manifest["versions"] | manifest["hardware"]).get(name)
+        if saved == value:
+            continue
+        if name in ("gruppo", "torch"):
+            changing.append(f"{name} was {saved} and is {value}")
+        elif name == "threads" and device == "cpu":  # sums are divided among them
+            changing.append(f"threads was {saved} and is {value} (set OMP_NUM_THREADS={saved})")
+        else:
+            other.append(f"{name} was {saved} and is {value}")
     if manifest["world"] != present["world"]:
         other.append(f"there were {manifest['world']} ranks and are {present['world']}")
     return changing, other
@@ -552,22 +537,16 @@ def differences(
 
 def environment() -> dict[str, Any]:
     """Versions of packages and the hardware, for the manifest."""
-    versions = {"python": sys.version.split()[0]}
+    versions = {"python": platform.python_version()}
     for name in ("gruppo", "torch", "transformers", "safetensors", "numpy"):
-        versions[name] = "not installed"
-        with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
+        versions[name] = metadata.version(name)
     cpu = platform.processor()
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next(
-            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu
-        )
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        cpu = next(iter(re.findall(r"^model name\s*: (.*)", text, re.MULTILINE)), cpu)
     hardware = {
-        "machine": platform.machine(),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.platform(),
         "cpu": cpu,
-        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }

@@ -7,7 +7,6 @@ those that it needs.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gruppo import distributed as dist
@@ -35,44 +34,32 @@ _HOOKS |= {"_forward_pre_hooks_with_kwargs", "_state_dict_pre_hooks", "_load_sta
 
 
 class Shard(NamedTuple):
-    """A slice of a tensor, in host memory."""
+    """A slice of a tensor."""
 
     data: Tensor
     offset: list[int]
 
 
 def own_shards(tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
-    """What this rank has to write, in host memory; of equal copies, the first rank that has one
-    writes it."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
+    """What this rank has to write; of equal copies, the first rank that has one writes it. Slices
+    are in host memory."""
+    sharded: dict[str, Any] = only_sharded(tensors)
     shards = {}
     for name, tensor in tensors.items():
-        local = tensor
-        offset = [0] * tensor.dim()
-        is_written = dist.is_main()
-        if isinstance(tensor, DTensor):
-            mesh, placements = tensor.device_mesh, tensor.placements
-            local = tensor.to_local()
-            offset = [*compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1]]
-            copies = [
-                index
-                for index, kind in zip(mesh.get_coordinate() or (), placements, strict=True)
-                if kind.is_replicate()
-            ]
-            is_written = local.numel() > 0 and not any(copies)
-        if is_written:
-            shards[name] = Shard(local.detach().cpu().contiguous(), offset)
+        if name not in sharded:
+            if dist.is_main():
+                shards[name] = Shard(tensor.detach().contiguous(), [0] * tensor.dim())
+            continue
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        mesh, placements = sharded[name].device_mesh, sharded[name].placements
+        coordinates = zip(mesh.get_coordinate() or (), placements, strict=True)
+        is_copy = any(index for index, kind in coordinates if kind.is_replicate())
+        local = sharded[name].to_local()
+        if local.numel() and not is_copy:
+            _, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+            shards[name] = Shard(local.detach().cpu().contiguous(), [*offset])
     return shards
-
-
-def write(path: Path, shards: Mapping[str, Shard]) -> None:
-    """Write slices as ``HuggingFaceStorageWriter`` does, which would need messages between
-    ranks."""
-    offsets = {name: {"saved_offsets": shard.offset} for name, shard in shards.items()}
-    tensors = {name: shard.data for name, shard in shards.items()}
-    save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})
 
 
 def only_sharded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

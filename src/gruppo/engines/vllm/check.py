@@ -18,19 +18,19 @@ async def check_server(
 ) -> int:
     """Return the context of a server. Refuse one that lacks a route, or has another model or a
     shorter context."""
+    url = replica.url
     context = await _check_context(replica, tokens)
-    info = await _ask(
-        replica, "GET", "/server_info?config_format=json", None, f"development routes. {START}"
-    )
+    path = "/server_info?config_format=json"
+    info = await _ask(replica, f"development routes. {START}", path, method="GET")
     settings = (info.get("vllm_config") or {}).get("model_config") or {}
     _check_settings(replica, policy, settings, is_colocated=is_colocated)
     body = {"prompt": TEXT, "add_special_tokens": False}
-    answer = await _ask(replica, "POST", "/tokenize", body, f"route /tokenize. {START}")
+    answer = await _ask(replica, f"route /tokenize. {START}", "/tokenize", body)
     ids = policy.encode_text(TEXT)
     if answer.get("tokens") != ids:
         raise GruppoError(
-            f"""the server {replica.url} has another tokenizer than the run's model: it makes other
-                tokens of {TEXT!r}""",
+            f"""the server {url} has another tokenizer than the run's model: it makes other tokens
+                of {TEXT!r}""",
             advice="Start it with gruppo serve and the run's $model",
         )
     # a run that died while it updated has left the server asleep, or while it published, paused
@@ -40,41 +40,39 @@ async def check_server(
     params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False}
     body = {"token_ids": ids[:1], "sampling_params": params}
     needed = f"route {GENERATE}. {START}, which sets --enable-scale-out"
-    answer = await _ask(replica, "POST", GENERATE, body, needed)
+    answer = await _ask(replica, needed, GENERATE, body)
     if not (answer.get("choices") or [{}])[0].get("weight_versions"):
-        raise GruppoError(f"""the server {replica.url} does not say which weights chose a token: its
+        raise GruppoError(f"""the server {url} does not say which weights chose a token: its
             vLLM is too old. Install vLLM 0.32 or newer.""")
     try:
         await replica.count_tokens(timeout_s=CONTROL_S)
     except ServerError as error:
-        raise GruppoError(f"""the server {replica.url} does not count its tokens ({error}), by which
+        raise GruppoError(f"""the server {url} does not count its tokens ({error}), by which
             one that hangs is found. Start it without --disable-log-stats.""") from None
     return context
 
 
 async def _check_context(replica: Replica, tokens: int) -> int:
-    url = replica.url
     try:
         await replica.request("GET", "/health", timeout_s=CONNECT_S)
-        models = (await replica.request("GET", "/v1/models"))["data"]
+        models = await replica.request("GET", "/v1/models")
     except ServerError as error:
         if error.status in (401, 403):
             raise GruppoError(
-                f"the server {url} needs a key. Set the environment variable {KEY} to its key."
+                f"the server {replica.url} needs a key. Set the environment variable {KEY} to its "
+                f"key."
             ) from None
         raise GruppoError(
-            f"no vLLM server answers at {url} ({error})",
+            f"no vLLM server answers at {replica.url} ({error})",
             advice="Start one with gruppo serve MODEL and wait until it answers, or correct "
             "$engine.urls",
         ) from None
-    except (KeyError, TypeError):
-        raise GruppoError(f"{url} is not a vLLM server", advice="Correct $engine.urls") from None
-    contexts = [model["max_model_len"] for model in models if model.get("max_model_len")]
-    context = contexts[0] if contexts else tokens
+    contexts = [model.get("max_model_len") for model in models.get("data", ())]
+    context = min(filter(None, contexts), default=tokens)
     if context < tokens:
         raise GruppoError(
-            f"""the server {url} has a context of {context} tokens, and the longest prompt and its
-                    completion need {tokens}""",
+            f"""the server {replica.url} has a context of {context} tokens, and the longest prompt
+                and its completion need {tokens}""",
             advice=f"""Start it with gruppo serve MODEL -- --max-model-len {tokens}, or lower
                     $rollout.max_new_tokens""",
         )
@@ -103,10 +101,12 @@ def _check_settings(
         )
 
 
-async def _ask(replica: Replica, method: str, path: str, body: Any, what: str) -> Any:
+async def _ask(
+    replica: Replica, needed: str, path: str, body: Any = None, method: str = "POST"
+) -> Any:
     try:
         return await replica.request(method, path, body)
     except ServerError as error:
         if error.status in (401, 403, 404, 405):
-            raise GruppoError(f"the server {replica.url} has no {what} ({error}).") from None
+            raise GruppoError(f"the server {replica.url} has no {needed} ({error}).") from None
         raise GruppoError(f"the server {replica.url} fails: {error}. Look into its log.") from None

@@ -7,13 +7,16 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+import torch
 
 from gruppo.http import ServerError, open_client, read_key, request_json
-from gruppo.types import Finish
+from gruppo.types import Generated
 
 KEY = "GRUPPO_ENGINE_KEY"
 """Environment variable with the servers' key; never in a config, which is saved."""
@@ -43,12 +46,37 @@ class SampledRow:
 
     tokens: list[int]
     logprobs: list[float]
-    finish: Finish | Literal["abort"]
+    finish: Any
     """abort: the server was paused, and the row can be continued."""
-    cached_tokens: int | None = None
-    """Prompt tokens read from the prefix cache; None if the server does not say."""
     versions: tuple[str, ...] = ()
     """Label of the weights behind each token."""
+    cached_tokens: int = 0
+    """Prompt tokens read from the prefix cache, as far as the server says."""
+
+    def __add__(self, other: SampledRow) -> SampledRow:
+        """A row and its continuation."""
+        return SampledRow(
+            self.tokens + other.tokens,
+            self.logprobs + other.logprobs,
+            other.finish,
+            self.versions + other.versions,
+        )
+
+
+def generated(rows: Sequence[SampledRow]) -> Generated:
+    """The tokens of rows, padded to the longest."""
+    lengths = torch.tensor([len(row.tokens) for row in rows])
+    tokens = torch.zeros(len(rows), max(int(lengths.max()), 1), dtype=torch.long)  # [B, T]
+    logprobs = torch.zeros(tokens.shape)
+    versions = torch.zeros_like(tokens)
+    for number, row in enumerate(rows):
+        columns = slice(len(row.tokens))
+        tokens[number, columns] = torch.tensor(row.tokens)
+        logprobs[number, columns] = torch.tensor(row.logprobs)
+        versions[number, columns] = torch.tensor([version_of(label) for label in row.versions])
+    # a row may have been paused at its last token
+    finish: Any = tuple("length" if row.finish == "abort" else row.finish for row in rows)
+    return Generated(tokens, logprobs, lengths, finish, versions)
 
 
 class Replica:
@@ -68,21 +96,21 @@ class Replica:
         """Why there is no label."""
         self.loaded: str | None = None
         """Label of the weights that were loaded last, checked or not."""
+        self.labels: dict[str, int] = {}
+        """Versions of the newest labels that it was checked to hold."""
         self.is_asleep = False
         """Whether it has given up the device's memory to the trainer."""
         self.can_reset = not is_lora
         """Whether its parameters can be zeroed before a load."""
         self.inflight = 0
         """Rows being sampled."""
+        self.tasks: set[asyncio.Task[SampledRow]] = set()
         self.failures = 0
         """Failed requests since the last one that succeeded."""
         self.tokens: float | None = None
         """Tokens that the server has counted; None before the first count."""
         self.progress_at = 0.0
         """Time of the last sign of progress."""
-        self.labels: dict[str, int] = {}
-        """Versions of the newest labels that it was checked to hold."""
-        self.tasks: set[asyncio.Task[SampledRow]] = set()
         # a proxy for the internet cannot reach servers of a private network
         self._client = open_client(self.url, key=read_key(KEY), uses_proxy=False, idle_s=IDLE_S)
 
@@ -140,13 +168,8 @@ class Replica:
         if self.is_lora:
             body["model"] = label
         answer = await self.request("POST", GENERATE, body, timeout_s=None)
-        try:
+        with _expected("tokens, log-probs and versions"):
             row = _read_row(answer, int(params["max_tokens"]), is_lora=self.is_lora)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ServerError(
-                f"{GENERATE} sent an answer without tokens, log-probs and versions ({what})"
-            ) from None
         oldest = self.labels.get(label, math.inf)
         if any(name != label and self.labels.get(name, -1) <= oldest for name in row.versions):
             held = sorted(set(row.versions))
@@ -155,9 +178,7 @@ class Replica:
             )
         return row
 
-    async def score(
-        self, rows: Sequence[Sequence[int]], *, timeout_s: float = CONTROL_S
-    ) -> list[list[float]]:
+    async def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probs, at temperature 1, of the tokens after the first of each row. No
         cache is read."""
         params = {
@@ -169,19 +190,13 @@ class Replica:
         }
         model = {"model": self.loaded} if self.is_lora else {}
         bodies = [{"token_ids": list(ids), "sampling_params": params, **model} for ids in rows]
-        answers = await asyncio.gather(
-            *(self.request("POST", GENERATE, body, timeout_s=timeout_s) for body in bodies)
-        )
-        try:
-            scores = []
+        answers = await asyncio.gather(*(self.request("POST", GENERATE, body) for body in bodies))
+        scores = []
+        with _expected("log-probs of a prompt"):
             for ids, answer in zip(rows, answers, strict=True):
                 pairs = zip(ids, answer["prompt_logprobs"], strict=True)
                 scores.append([float(entry[str(t)]["logprob"]) for t, entry in pairs if entry])
-            return scores
-        except (KeyError, TypeError, ValueError) as error:
-            raise ServerError(
-                f"{GENERATE} sent no log-probs of a prompt ({type(error).__name__}: {error})"
-            ) from None
+        return scores
 
     async def count_tokens(self, *, timeout_s: float) -> float:
         """Return the tokens that the server has generated since it was started."""
@@ -198,7 +213,6 @@ class Replica:
     async def load(self, folder: Path, label: str) -> None:
         """Load new weights and name them. Where it fails, the server stays paused: it may hold half
         of them."""
-        self.label = None
         load_s = self.timeout_s + sum(f.stat().st_size for f in folder.iterdir()) / LOADED_PER_S
         was_asleep = self.is_asleep
         # its cache wakes last; before the pause, which it ends where nothing was asleep
@@ -208,7 +222,7 @@ class Replica:
         if self.is_lora:
             await self._load_adapter(folder, label, load_s)
         else:
-            if self.can_reset and not was_asleep:
+            if not was_asleep:
                 await self._reset()
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
             await self.request("POST", "/collective_rpc", call, timeout_s=load_s)
@@ -229,16 +243,17 @@ class Replica:
         adapter = {"lora_name": label, "lora_path": str(folder)}
         await self.request("POST", "/v1/load_lora_adapter", adapter, timeout_s=load_s)
         before, self.loaded = self.loaded, label
-        if before is None:
-            return
-        try:
-            await self.control("/v1/unload_lora_adapter", {"lora_name": before})
-        except ServerError as error:
-            if not error.status:  # a server that was started again does not know it
-                raise
+        if before is not None:
+            try:
+                await self.control("/v1/unload_lora_adapter", {"lora_name": before})
+            except ServerError as error:
+                if not error.status:  # a server that was started again does not know it
+                    raise
 
     async def _reset(self) -> None:
         """Zero all parameters (vLLM 0.32 and newer), so that what a load leaves out shows."""
+        if not self.can_reset:
+            return
         try:
             await self.control("/weight_checker", {"action": "reset"})
         except ServerError as error:
@@ -249,6 +264,17 @@ class Replica:
     async def _wake(self, tags: str) -> None:
         if self.is_asleep:
             await self.control(f"/wake_up{tags}")
+
+
+@contextmanager
+def _expected(what: str) -> Iterator[None]:
+    """Raise ServerError for an answer that cannot be read."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ServerError(
+            f"{GENERATE} sent an answer without {what} ({type(error).__name__}: {error})"
+        ) from None
 
 
 def _read_row(answer: Any, limit: int, *, is_lora: bool) -> SampledRow:
@@ -268,19 +294,22 @@ def _read_row(answer: Any, limit: int, *, is_lora: bool) -> SampledRow:
     is_ended = reason == "abort" or (tokens and reason in ("stop", "length"))
     is_named = [int(entry["token_id"]) for entry in content] == tokens
     if not (is_ended and is_named and len(tokens) <= limit and highest <= 1e-3):
-        text = f"{GENERATE} sent {len(tokens)} tokens of at most {limit}, {len(logprobs)} log-probs"
-        raise ServerError(f"{text}, the highest {highest:.3g}, finish {reason!r}")
+        raise ServerError(
+            f"{GENERATE} sent {len(tokens)} tokens of at most {limit}, {len(logprobs)} log-probs, "
+            f"the highest {highest:.3g}, finish {reason!r}"
+        )
     if len(versions) != len(tokens):
         held = f"{len(versions)} of {len(tokens)} tokens"
         raise ServerError(f"{GENERATE} sent the versions of {held}", is_lasting=True)
-    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-    for number, logprob in enumerate(logprobs):
-        if not (math.isfinite(logprob) and logprob > CLAMPED):  # of logits that are not finite
-            tokens, logprobs, versions = tokens[:number], logprobs[:number], versions[:number]
-            reason = "error"
-            break
+    # logits that are not finite: vLLM sends CLAMPED and less, the row ends before
+    finite = [math.isfinite(logprob) and logprob > CLAMPED for logprob in logprobs]
+    if not all(finite):
+        length = finite.index(False)
+        tokens, logprobs, versions = tokens[:length], logprobs[:length], versions[:length]
+        reason = "error"
     logprobs = [min(logprob, 0.0) for logprob in logprobs]  # rounding exceeds 0
-    return SampledRow(tokens, logprobs, reason, details.get("cached_tokens"), tuple(versions))
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    return SampledRow(tokens, logprobs, reason, tuple(versions), details.get("cached_tokens") or 0)
 
 
 def version_of(label: str) -> int:

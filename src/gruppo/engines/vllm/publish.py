@@ -18,9 +18,10 @@ from gruppo import distributed as dist
 from gruppo.platforms import sync_to_disk
 from gruppo.types import GruppoError
 
-RECORD = "published.json"
+PREFIX = "gruppo-"
+"""Of the folders of versions: nothing else is deleted."""
 SHARD_BYTES = 1 << 29
-"""Of one file: no more than this, or one tensor, is in memory beside the model."""
+"""Of one file: no more than this, or one tensor, is in memory besides the model."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,12 @@ class Publication:
     ) -> Path:
         """Write ``weights`` as the version ``label``, and return its folder. ``config``: the
         model's config.json."""
-
         named = iter(weights)
 
         def save(folder: Path) -> None:
-            (folder / "config.json").write_text(
-                json.dumps(config, indent=2) + "\n", encoding="utf-8"
-            )
+            (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
             write_shards(folder, named)
 
-        if not dist.is_main():
-            for _ in named:  # each tensor of a sharded model is gathered by all ranks
-                pass
         return self.write_folder(label, save, rest=named)
 
     def write_folder(
@@ -55,21 +50,20 @@ class Publication:
         """Save into a new folder and rename it when it is complete; then delete the versions before
         the last.
 
-        ``rest``: what the first rank gathers after ``save``, also where that fails, such as on a
-        full disk.
+        ``rest``: what all ranks gather, also if the first rank fails, such as on a full disk.
         """
-        final, partial = self.folder / label, self.folder / f".{label}.partial"
+        final = self.folder / label
         with dist.fail_together():
-            if not dist.is_main():
-                return final
             try:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-                save(partial)
-                (partial / RECORD).write_text(json.dumps({"version": label}), encoding="utf-8")
-                partial.rename(final)
-                sync_to_disk(self.folder)
-            except (OSError, SafetensorError) as error:  # the second where the disk is full
+                if dist.is_main():
+                    partial = self.folder / f".{label}"
+                    shutil.rmtree(partial, ignore_errors=True)
+                    partial.mkdir(parents=True)
+                    save(partial)
+                    partial.rename(final)
+                    sync_to_disk(self.folder)
+                    self._delete(keep=2)
+            except (OSError, SafetensorError) as error:  # the second if the disk is full
                 reason = getattr(error, "strerror", None) or error
                 raise GruppoError(
                     f"the weights cannot be written to {self.folder} ({reason})",
@@ -80,25 +74,28 @@ class Publication:
             finally:
                 for _ in rest:
                     pass
-            versions = [path for path in self.folder.iterdir() if (path / RECORD).is_file()]
-            for old in sorted(versions, key=lambda path: path.stat().st_mtime)[:-2]:
-                shutil.rmtree(old, ignore_errors=True)
         return final
 
     def clear(self) -> None:
         """Delete what was published, and the folder if nothing else is in it."""
-        if dist.is_main() and self.folder.is_dir():
-            for path in [*self.folder.iterdir()]:
-                if (path / RECORD).is_file() or path.suffix == ".partial":
-                    shutil.rmtree(path, ignore_errors=True)
+        if dist.is_main():
+            self._delete(keep=0)
+            for partial in self.folder.glob(f".{PREFIX}*"):
+                shutil.rmtree(partial, ignore_errors=True)
             with suppress(OSError):
                 self.folder.rmdir()
+
+    def _delete(self, keep: int) -> None:
+        versions = sorted(self.folder.glob(f"{PREFIX}*"), key=lambda path: path.stat().st_mtime)
+        for old in versions[: len(versions) - keep]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Write tensors as they come to safetensors files of at most ``SHARD_BYTES``, with the index of
     Hugging Face."""
-    shard, files, total = dict[str, Tensor](), dict[str, str](), 0
+    shard: dict[str, Tensor] = {}
+    files: dict[str, str] = {}
 
     def flush() -> None:
         name = f"model-{len(set(files.values())) + 1:05d}.safetensors"
@@ -109,12 +106,8 @@ def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in weights:
         if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
             flush()
-        shard[name] = (
-            tensor.detach().cpu().contiguous().clone()
-        )  # a file holds no tensor twice: tied ones are copied
-        total += tensor.nbytes
+        # a file holds no tensor twice: tied ones are copied
+        shard[name] = tensor.detach().cpu().contiguous().clone()
     flush()
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps(index, indent=2) + "\n", encoding="utf-8"
-    )
+    index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
+    (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from gruppo.distributed import sharding
 from gruppo.distributed.collectives import rank
-from gruppo.engines.vllm.client import Replica, SampledRow, ServerError
+from gruppo.engines.vllm.client import Replica, SampledRow, ServerError, generated
 from gruppo.types import Prompt, Request, Rollouts, Sampling
 
 PROBES, PROBE_TOKENS = 16, 16
@@ -52,6 +52,8 @@ LEAST_NATS, LEAST_ROUNDING_NATS = 0.01, 1e-4
 """Allowed of a canary, and least rounding of a server: one float32 is not another's."""
 WARM = Sampling(temperature=1.5, top_k=20, max_actions=4)
 """Processed log-probs are then 0.3 nats and more from raw ones."""
+SAMPLED = 8
+"""Prompts that a new server samples after."""
 LONG_PROMPT = 160
 """Tokens that fill a block of the prefix cache, which holds 16 to 128."""
 SALT = "gruppo-probe"
@@ -80,21 +82,19 @@ class WeightCheck:
         self, policy: Any, prompts: Sequence[Prompt], sampling: Sampling, *, max_mismatch: float
     ) -> None:
         distinct = list({str(prompt.inputs): prompt for prompt in prompts}.values())[:PROBES]
-        requests = [
+        self.requests = [
             Request(replace(prompt, draw=number), 1) for number, prompt in enumerate(distinct)
         ]
         # one less than a completion: to score a row, a server samples a token
         probes = Sampling(max_actions=max(min(PROBE_TOKENS, sampling.max_actions - 1), 1))
         self.max_mismatch = max_mismatch
-        self.rollouts = policy.sample(requests, probes, seed=0)
+        self.rollouts = policy.sample(self.requests, probes, seed=0)
         self.prompts = [ids.tolist() for ids in self.rollouts.shared["prompt_ids"]]
-        completions = zip(
-            self.rollouts.actions.tolist(), self.rollouts.lengths.tolist(), strict=True
-        )
-        pairs = zip(self.prompts, completions, strict=True)
-        self.rows = [prompt + actions[:length] for prompt, (actions, length) in pairs]
-        long_prompt = [token for row in self.rows for token in row][:LONG_PROMPT]
-        self.warm_prompts = [long_prompt, *self.prompts[:8]]
+        actions = self.rollouts.actions.tolist()
+        lengths = self.rollouts.lengths.tolist()
+        rows = zip(self.prompts, actions, lengths, strict=True)
+        self.rows = [prompt + tokens[:length] for prompt, tokens, length in rows]
+        self.long_prompt = [token for row in self.rows for token in row][:LONG_PROMPT]
         # log-probs of the probes under the newest weights and the canary's
         self.new = self.canary = torch.zeros(0)  # [N]
         self.canary_limit = LEAST_NATS
@@ -108,7 +108,7 @@ class WeightCheck:
 
     def limit(self, context: int) -> None:
         """Keep requests within the servers' context."""
-        self.warm_prompts[0] = self.warm_prompts[0][: context - WARM.max_actions]
+        self.long_prompt = self.long_prompt[: context - WARM.max_actions]
 
     # --- the trainer's side ---
 
@@ -166,24 +166,28 @@ class WeightCheck:
         if len(found) != len(self.new):
             raise ServerError(f"it sent log-probs of {len(found)} of {len(self.new)} probe tokens")
         params = {"temperature": WARM.temperature, "top_k": WARM.top_k}
-        params |= {"max_tokens": WARM.max_actions, "logprobs": 0}
-        first, *others = self.warm_prompts
-        rows = [await replica.sample(first, params | {"seed": 0}, label, salt=SALT)]
-        if cached := rows[0].cached_tokens:
+        params |= {"max_tokens": WARM.max_actions, "logprobs": 0, "seed": 0}
+        row = await replica.sample(self.long_prompt, params, label, salt=SALT)
+        cached = row.cached_tokens
+        if cached:
             raise ServerError(
                 f"its prefix cache still held {cached} tokens of {label} from earlier weights"
             )
         if replica.number in self.sampled:  # admitted by a canary: see check_sampled
-            for seed, ids in enumerate(others):
-                rows.append(await replica.sample(ids, params | {"seed": seed}, label))
-            self.sampled[replica.number] = rows
+            self.sampled[replica.number] = [
+                await replica.sample(ids, params | {"seed": seed}, label)
+                for seed, ids in enumerate(self.prompts[:SAMPLED])
+            ]
         self.seconds += time.perf_counter() - began
         return torch.tensor(found, dtype=torch.float64)
 
+    def has_passed(self, replica: Replica) -> bool:
+        """Whether a server may be given the published weights: its newest canary was right."""
+        return replica.number in self.standings
+
     def needs_canary(self, replica: Replica) -> bool:
         """Whether a server is new or back, or its last error was too large."""
-        standing = self.standings.get(replica.number)
-        return standing is None or standing.is_doubted
+        return not self.has_passed(replica) or self.standings[replica.number].is_doubted
 
     def judge_canary(self, replica: Replica, server: Float[Tensor, "N"]) -> None:
         """Admit a server that has the weights of the canary, up to rounding; ServerError if it has
@@ -217,38 +221,21 @@ class WeightCheck:
         if is_large:
             known.previous = self.new
 
-    def doubt(self, replica: Replica) -> None:
-        """A server was left out: at the next publish it needs the canary."""
+    def doubt(self, replica: Replica, *, is_canary: bool = False) -> None:
+        """A server was left out: at the next publish it needs the canary. Where it has failed a
+        canary, nothing is loaded into it before it passes one."""
         self.sampled.pop(replica.number, None)
-        if replica.number in self.standings:
+        if is_canary:
+            self.standings.pop(replica.number, None)
+        elif self.has_passed(replica):
             self.standings[replica.number].is_doubted = True
 
-    def forget(self, replica: Replica) -> None:
-        """A server has failed a canary: nothing is loaded into it before it passes one."""
-        self.sampled.pop(replica.number, None)
-        self.standings.pop(replica.number, None)
-
-    def check_sampled(self, policy: Any, rows: Sequence[tuple[list[int], list[float]]]) -> str:
+    def check_sampled(self, policy: Any, rows: Sequence[SampledRow]) -> str:
         """Return why the log-probs of sampled tokens are not those of the published weights; "" if
         they are."""
-        count = len(rows)
-        lengths = torch.tensor([len(tokens) for tokens, _ in rows])
-        actions = [torch.tensor(tokens) for tokens, _ in rows]
-        rollouts = replace(
-            self.rollouts.take(range(1)),
-            prompts=tuple(Prompt(str(number), None, draw=number) for number in range(count)),
-            group_ids=torch.arange(count),
-            actions=nn.utils.rnn.pad_sequence(actions, batch_first=True),  # [B, T]
-            mask=torch.arange(int(lengths.max())) < lengths[:, None],
-            lengths=lengths,
-            temperature=torch.full((count,), WARM.temperature),
-            shared={"prompt_ids": tuple(map(torch.tensor, self.warm_prompts))},
-            per_row={
-                "top_k": torch.full((count,), WARM.top_k),
-                "top_p": torch.ones(count, dtype=torch.float64),
-            },
-        )
-        server = torch.tensor([x for _, logprobs in rows for x in logprobs], dtype=torch.float64)
+        requests = self.requests[: len(rows)]
+        rollouts = policy.sample_with(lambda *_: generated(rows), requests, WARM, seed=0)
+        server = rollouts.sampler_logprobs[rollouts.mask].double()
         error = (server - logprobs_of(policy, rollouts)).abs().mean().item()
         if error <= self.max_mismatch:
             return ""
