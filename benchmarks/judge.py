@@ -22,7 +22,6 @@ from torch.nn.functional import affine_grid, grid_sample
 
 from gruppo.core.images import apply_symmetry, mean_luma, quantize
 from gruppo.data.digits import load_digits, split_images
-from gruppo.rewards.image_classifiers import accuracy
 from gruppo.rewards.images import jpeg_bytes
 
 NO_DIGIT = 10
@@ -69,6 +68,12 @@ class Verdict:
 
 
 @torch.no_grad()
+def accuracy(module: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """Share of images whose most likely class is their label."""
+    nats = torch.stack(log_probabilities(module, list(images)))
+    return float((nats.argmax(dim=-1) == labels).double().mean())
+
+
 def verdict(
     judge: Judge,
     images: Float[Tensor, "n 1 28 28"],

@@ -158,8 +158,8 @@ def taught(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         action = Controls(**settings)
-    network: Any = policy.module.network
-    learner = RestorationPolicy(network, action, channels=policy.channels, trains="action")
+    network: Any = policy.module.network.requires_grad_(False)
+    learner = RestorationPolicy(network, action, channels=policy.channels)
     optimizer = torch.optim.AdamW(action.head.parameters(), lr=lr, weight_decay=0)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)

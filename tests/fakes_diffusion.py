@@ -62,6 +62,14 @@ def denoiser(
     )
 
 
+def ddpm_schedule(betas: str = "linear", **options: Any) -> DiffusionSchedule:
+    """Of a scheduler of diffusers."""
+    from diffusers import DDIMScheduler
+
+    options["timestep_spacing"] = "trailing"
+    return DiffusionSchedule(DDIMScheduler(beta_schedule=betas, **options))
+
+
 def ancestral(**changes: Any) -> Fake:
     return Fake(denoiser(**changes), DiffusionSampling(max_actions=5))
 
@@ -83,16 +91,15 @@ def cps(**changes: Any) -> Fake:
 def ddim(**changes: Any) -> Fake:
     """Noise predicted on a diffusion's path."""
     sampling = DiffusionSampling(max_actions=5, transition="ddim", eta=0.8)
-    return Fake(
-        denoiser(predicts="noise", schedule=DiffusionSchedule("scaled_linear"), **changes), sampling
-    )
+    return Fake(denoiser(predicts="noise", schedule=ddpm_schedule(), **changes), sampling)
 
 
 def ddpm(**changes: Any) -> Fake:
     """v predicted on a diffusion's path that begins at noise alone; groups that part at one
     step."""
-    sampling = DiffusionSampling(max_actions=6, transition="ddpm_large", noise="branched")
-    return Fake(denoiser(predicts="v", schedule=DiffusionSchedule("cosine"), **changes), sampling)
+    sampling = DiffusionSampling(max_actions=6, transition="ddim", noise="branched")
+    schedule = ddpm_schedule("squaredcos_cap_v2")
+    return Fake(denoiser(predicts="v", schedule=schedule, **changes), sampling)
 
 
 FAKES: list[Callable[..., Fake]] = [ancestral, flow_sde, cps, ddim, ddpm]

@@ -16,9 +16,6 @@ IMPORT_NAMES = {
     "reasoning-gym": "reasoning_gym",
     "math-verify": "math_verify",
 }
-REQUIRED_BY = {"opencv-python-headless": "brisque"}
-"""Packages that another package imports: brisque asks for OpenCV and not for the build without a
-display."""
 
 
 def test_every_package_of_an_extra_is_imported_or_read_by_the_library():
@@ -37,7 +34,7 @@ def test_every_package_of_an_extra_is_imported_or_read_by_the_library():
     for package in packages:
         name = re.escape(IMPORT_NAMES.get(package, package))
         is_used = re.search(rf"(from|import) {name}\b|\"{name}(\.\w+)?\"", source) is not None
-        if not is_used and REQUIRED_BY.get(package) not in packages:
+        if not is_used:
             unused.append(package)
     assert unused == []
 

@@ -6,8 +6,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +21,7 @@ from gruppo.config.options import options
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples, stage_path
 from gruppo.data.open import is_function_name, open_source
-from gruppo.data.restoration import WithReference
-from gruppo.data.source import Curriculum, IndexedSource
+from gruppo.data.source import IndexedSource
 from gruppo.distributed import sharding
 from gruppo.engines import LocalEngine
 from gruppo.environments import (
@@ -53,7 +50,6 @@ from gruppo.protocols import (
     Modality,
     Policy,
     Reference,
-    RestorationMixin,
     ServingMixin,
     ShardingMixin,
     ValueHeadMixin,
@@ -286,11 +282,7 @@ def build(config: Config, parts: Parts) -> tuple[Run, dict[str, Any]]:
     if not type(policy).__module__.startswith("gruppo."):  # a policy from outside
         tolerance = 1e-3 if policy.compute_dtype == torch.float32 else 0.1
         check_policy(policy, peek(source, PROMPTS_CHECKED), sampling=sampling, tolerance=tolerance)
-    reads_reference = modality.rewards_read_reference and "reference" in rewards.requested_columns
-    reference = open_reference(config, policy, is_read=reads_reference)
-    if reads_reference:
-        source = with_reference(source, policy, reference)
-        validation = validation and with_reference(validation, policy, reference)
+    reference = open_reference(config, policy)
     if demos is not None:
         check_demos(config, demos, policy, environment)
     critic: Critic | None = None
@@ -548,14 +540,12 @@ def check_lag(config: Config, engine: Any) -> None:
         )
 
 
-def open_reference(config: Config, policy: Policy, *, is_read: bool = False) -> Reference | None:
-    """Return the reference, a copy of the untrained policy or its base; None if nothing reads it.
-
-    ``is_read``: whether a reward does.
-    """
+def open_reference(config: Config, policy: Policy) -> Reference | None:
+    """Return the reference, a copy of the untrained policy or its base; None if nothing reads
+    it."""
     chosen = config.reference
     renewed = [index for index, stage in enumerate(config.plan) if stage.new_reference]
-    if not has_reference(config, policy.modality) and not (is_read and renewed):
+    if not has_reference(config, policy.modality):
         if renewed:
             raise GruppoError(
                 f"""{stage_path(config, renewed[0])}.new_reference was set, but no stage's kl_coef
@@ -576,31 +566,6 @@ def open_reference(config: Config, policy: Policy, *, is_read: bool = False) -> 
         every=every,
         storage=chosen.place,
     )
-
-
-def with_reference(source: Any, policy: Policy, reference: Reference | None) -> Any:
-    """Return the data with the reference's images as the column ``reference``, unless they have
-    such a column.
-
-    Without a reference, the images are those of the policy as it is now.
-    """
-    if "reference" in (source.columns or ()):
-        return source
-    if isinstance(
-        source, Curriculum
-    ):  # what decides which prompts are drawn stays the run's source
-        source.source = with_reference(source.source, policy, reference)
-        return source
-    first = (
-        policy.at(deepcopy(policy.module).requires_grad_(False)) if reference is None else policy
-    )
-
-    def restore(images: torch.Tensor) -> torch.Tensor:
-        active = nullcontext(first) if reference is None else reference.active()
-        with active as restorer, sharding.gathered(restorer.module):
-            return part(restorer, RestorationMixin).restore(images)
-
-    return WithReference(source, restore)
 
 
 def open_rewards(
@@ -651,7 +616,6 @@ def readable_columns(
                 something else by that name. Rename the column.""")
         environment.check(columns)
         columns |= {"state"} | ({"environments"} if environment.classes else set())
-    columns |= {"reference"} if modality.rewards_read_reference else set()
     return columns | ({"images"} if modality.rewards_read_images else set())
 
 

@@ -12,13 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from gruppo import trust
-from gruppo.build import Parts, build, missing_parts, with_reference
+from gruppo.build import Parts, build, missing_parts
 from gruppo.config import serialization
-from gruppo.config.schema import IN_MEMORY, Config, LoraConfig, Stage
+from gruppo.config.schema import Config, LoraConfig, Stage
 from gruppo.core.images import to_pillow
 from gruppo.core.objective import Objective
 from gruppo.data.images import read_image
-from gruppo.data.restoration import WithReference
 from gruppo.loading import command_name
 from gruppo.modalities import find_modality
 from gruppo.modalities.common.adapters import model_of
@@ -26,7 +25,6 @@ from gruppo.modalities.text.bundled import BUNDLED
 from gruppo.modalities.text.custom import names_function
 from gruppo.protocols import DescriptionMixin, Policy, PromptMixin, part
 from gruppo.tracking.images import make_sheet
-from gruppo.trainer import checkpoint
 from gruppo.trainer.evaluate import Evaluated, evaluate, held_out
 from gruppo.trainer.run_dir import check_is_run
 from gruppo.types import DataError, GruppoError, Prompt, Request, Sampling
@@ -104,10 +102,6 @@ def evaluate_run(
             path, compute=config.compute, trust_remote_code=config.trust_remote_code
         )
         run, _ = build(config, Parts(policy))
-        for source in ("source", "validation"):
-            # by now compared with the trained policy
-            if isinstance(compared := getattr(run, source), WithReference):
-                setattr(run, source, with_saved_reference(path, first, compared))
         if not (held := held_out(run, prompts)):
             raise DataError(
                 f"the data of {path} have no held-out prompts to evaluate on",
@@ -139,21 +133,6 @@ def _evaluated(config: Config, path: Path, *, prompts: int, data: str, samples: 
         evaluation=chosen,
         prompts=texts,
     )
-
-
-def with_saved_reference(path: Path, config: Config, source: WithReference) -> WithReference:
-    """Return the data with the images that a run's rewards compared with: those of its reference as
-    last saved, or of the policy that it began with."""
-    if config.model == IN_MEMORY:
-        raise GruppoError(f"""the rewards of {path} are measured against the policy that it began
-            with, a Python object which no file holds. Train with rewards that have delta=none, or
-            against=target.""")
-    policy, _ = find_modality(config.model).open(config, source)
-    saved = checkpoint.load_latest(path / "checkpoints")
-    for name, parameter in policy.module.named_parameters():
-        if saved is not None and name in saved.reference:
-            parameter.data.copy_(saved.reference[name])
-    return with_reference(source.source, policy, None)
 
 
 def sample(

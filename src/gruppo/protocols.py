@@ -157,11 +157,6 @@ class Policy:
         """Evaluate the actions of a micro-batch in one forward, with gradient."""
         raise NotImplementedError
 
-    def step_groups(self, group_ids: Int[Tensor, "B"], columns: int) -> Int[Tensor, "B T"]:
-        """Return the group in which each step reward is compared: by default all steps of a
-        prompt's rows."""
-        return group_ids[:, None].expand(-1, columns)
-
     def micro_batches(
         self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int
     ) -> list[MicroBatch]:
@@ -299,10 +294,6 @@ class DemonstrationMixin:
 
 class RestorationMixin:
     """A policy with a deterministic output for each degraded image."""
-
-    def restore(self, images: Float[Tensor, "N C H W"]) -> Float[Tensor, "N C H W"]:
-        """Return the output for each image, as rewards read it."""
-        raise NotImplementedError
 
     def consistency_loss(
         self, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
@@ -504,9 +495,6 @@ class Modality:
     """A frozen dataclass of options of its own, named ``--<name>.*`` on the command line."""
     rewards_read_images: ClassVar[bool] = False
     """Whether rewards may ask for a column ``images``."""
-    rewards_read_reference: ClassVar[bool] = False
-    """Whether rewards may ask for a column ``reference``: the reference's output for the same
-    prompt."""
     has_lengths: ClassVar[bool] = True
     """Whether ``rollout.max_new_tokens`` limits the length of a row."""
     is_gaussian: ClassVar[bool | None] = None

@@ -95,7 +95,7 @@ def test_the_file_is_read_row_by_row_left_to_right(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "reason"),
     [
-        ([[1, 2, 3]], "cannot reshape"),
+        ([[1, 2, 3]], "invalid for input of size"),
         ([[256] * 784 + [1]], "784 levels from 0 to 255"),
         ([[0] * 784 + [10]], "a class from 0 to 9"),
     ],

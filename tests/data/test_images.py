@@ -166,7 +166,7 @@ def test_folders_are_classes_where_there_are_no_captions_and_alone_none(tmp_path
             [{"file_name": "a.png", "title": "x"}],
             r"columns 'file_name', 'title'; it needs .* and one of caption",
         ),
-        ([{"name": "a.png", "caption": "x"}], r"it needs one of file_name"),
+        ([{"name": "a.png", "caption": "x"}], r"it needs file_name"),
         ([{"file_name": "a.png", "caption": 4}], r"caption in row 1 .* type int"),
         ([{"file_name": "a.png", "caption": "  "}], "holds no caption"),
     ],

@@ -15,7 +15,6 @@ from gruppo.data.open import open_source
 from gruppo.data.restoration import (
     PHOTOGRAPHS,
     ImagePair,
-    WithReference,
     image_pairs,
     photographs,
 )
@@ -122,19 +121,12 @@ def test_a_share_of_the_images_is_held_out_by_name_and_none_at_0():
     )
 
 
-def test_whole_images_of_one_size_with_further_columns():
-    scenes = {
-        n: ImagePair(scene(i, 6, 10), scene(i, 6, 10) / 2, {"text": n})
-        for i, n in enumerate("abcde")
-    }
+def test_whole_images_of_one_size():
+    scenes = {n: ImagePair(scene(i, 6, 10), scene(i, 6, 10) / 2) for i, n in enumerate("abcde")}
     lines = image_pairs(scenes, seed=0, crop=0, flips=False, held_out=("c",))
-    assert lines.columns == ("target", "image", "text")
+    assert lines.columns == ("target", "image")
     p = lines.held_out(9)
-    assert (
-        len(p) == 1
-        and torch.equal(p[0].target, scene(2, 6, 10))
-        and p[0].meta == {"image": "c", "text": "c"}
-    )
+    assert len(p) == 1 and torch.equal(p[0].target, scene(2, 6, 10)) and p[0].meta == {"image": "c"}
     assert lines.take(1)[0].inputs.shape == (3, 6, 10)
     mixed = {**scenes, "f": ImagePair(scene(0, 8, 8))}
     with pytest.raises(DataError, match=r"several sizes; whole images need one. Set crop=64"):
@@ -241,10 +233,9 @@ def test_a_photograph_turned_by_its_entry_has_the_size_that_is_read(tmp_path):
 
 def test_the_photographs_are_real_files_of_installed_packages(monkeypatch, caplog):
     pytest.importorskip("skimage")
-    color, everything = photographs(), photographs(with_gray=True)
-    assert {"astronaut", "chelsea", "coffee", "rocket"} <= color.keys() < everything.keys()
-    assert all(path.is_file() for path in everything.values())
-    assert [len(PHOTOGRAPHS[kind]) for kind in ("color", "gray")] == [11, 8]
+    found = photographs()
+    assert {"astronaut", "chelsea", "coffee", "rocket"} <= found.keys()
+    assert all(path.is_file() for path in found.values()) and len(PHOTOGRAPHS) == 11
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(GruppoError, match=r"none of them is installed; run: .*pip install"):
         photographs()
@@ -269,25 +260,3 @@ def test_the_photographs_are_real_files_of_installed_packages(monkeypatch, caplo
 def test_a_name_that_is_not_understood_is_refused(data, why):
     with pytest.raises(DataError, match=why):
         open_source(data, seed=0)
-
-
-def test_a_reference_is_one_more_column_of_training_and_held_out_prompts():
-    plain, seen = source(held_out=("image 3",)), []
-
-    def restore(images):
-        seen.append(images.shape)
-        return images + 0.25
-
-    beside = WithReference(source(held_out=("image 3",)), restore)
-    for with_it, without in zip(
-        [beside.take(4), beside.held_out(3)], [plain.take(4), plain.held_out(3)], strict=True
-    ):
-        assert [p.draw for p in with_it] == [p.draw for p in without]
-        for p, q in zip(with_it, without, strict=True):
-            torch.testing.assert_close(p.meta["reference"], q.inputs + 0.25)
-            assert torch.equal(p.inputs, q.inputs) and torch.equal(p.target, q.target)
-    assert seen == [(4, 3, 8, 8), (3, 3, 8, 8)]
-    assert beside.columns == ("target", "image", "reference") and beside.name == plain.name
-    resumed = WithReference(source(held_out=("image 3",)), restore)
-    resumed.load_state_dict(beside.state_dict())
-    assert resumed.take(1)[0].draw == 4 and beside.held_out(0) == []

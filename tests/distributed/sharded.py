@@ -29,9 +29,10 @@ from gruppo.distributed import sharding
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.lora import adapter_weights
 from gruppo.modalities.common.reference import ReferenceModel
-from gruppo.modalities.diffusion.policy import DenoiserCritic, DenoiserPolicy
+from gruppo.modalities.diffusion.policy import DenoiserPolicy
 from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.modalities.text.critic import SeparateCritic
+from gruppo.protocols import ValueHeadMixin
 from gruppo.trainer.run import Run
 from gruppo.trainer.update import update
 from gruppo.types import Rollouts, Sampling
@@ -167,14 +168,10 @@ SETUPS: dict[str, Setup] = {
         partial(text, fakes.qwen2), "ppo", "shared", dtype=torch.float32
     ),
     "denoiser": Setup(partial(denoised, fakes_diffusion.flow_sde), kl="exact", budget=4),
-    "unet with a separate critic": Setup(
-        partial(denoised, unet), "ppo", "separate", kl="exact", budget=8
-    ),
-    "restoration by patch": Setup(partial(restored, pictures.pixel_patches), kl="exact", budget=1),
-    "restoration with a critic": Setup(
+    "unet with a critic": Setup(partial(denoised, unet), "ppo", "shared", kl="exact", budget=8),
+    "restoration": Setup(partial(restored, pictures.learned_pixels), kl="exact", budget=1),
+    "restoration, one rank keeps nothing": Setup(
         partial(restored, pictures.low_resolution),
-        "ppo",
-        "shared",
         kl="exact",
         budget=1,
         deal="one rank keeps nothing",
@@ -201,7 +198,7 @@ _ADAMW = (
     "adapter, mixed reference, separate critic",
     "own forward, padded rows",
 )
-_ADAMW += ("restoration by patch", "unet with a separate critic", "weights on the CPU")
+_ADAMW += ("restoration", "unet with a critic", "weights on the CPU")
 _LATER = ("mixed reference", "bfloat16", "weights on the CPU", "adapter on 4 bits")
 _LATER += ("diffusers unet", "diffusers transformer, adapter")
 _FOUR = (
@@ -226,23 +223,20 @@ CASES: dict[tuple[int, str], list[tuple[str, str]]] = {
 """Setups and optimizers by number of ranks; the first part is soon over, and shows most faults."""
 
 
-def separate_critic(policy: Any) -> Any:
-    return DenoiserCritic(policy) if isinstance(policy, DenoiserPolicy) else SeparateCritic(policy)
-
-
 def run_for(setup: Setup) -> tuple[Run, Any, Batch]:
     """A run with whole weights, its step's parameters, and the batch of all ranks."""
     policy, rollouts = setup.make(setup.dtype)
     reference = ReferenceModel(policy, rule=setup.rule, rate=0.5, every=int(setup.rule == "ema"))
-    critic: Any = SharedCritic(policy)
+    critic: Any = SharedCritic(policy) if isinstance(policy, ValueHeadMixin) else None
     if not reference.shares_module:
         disturb(reference.module, 0.03 if setup.kl == "k3" else 0.01)
-    disturb(critic.module, 0.3)
+    if critic is not None:
+        disturb(critic.module, 0.3)
     batch = replace(
         batch_of(policy, reference, rollouts, setup.dtype), ref=None
     )  # evaluated beside each micro-batch
     if setup.critic == "separate":
-        policy.value_head, critic = None, separate_critic(policy)
+        policy.value_head, critic = None, SeparateCritic(policy)
         disturb(critic.module["head"], 0.3)
     objective = replace(PRESETS[setup.objective], kl=setup.kl, kl_in="loss")
     case = Case(policy, reference, critic, batch)

@@ -32,9 +32,10 @@ FREE = Stage(name="full", kl_coef=1e-4, cons_coef=1e-4)
 GLOBAL = Objective(baseline="running", scale="none", kl="exact")
 RISING = Stage(lr="linear:0,0.02")
 
+BYTES = "jpeg_compressibility:quality=90,without_header=true"
 PROVOKED: dict[str, tuple[dict[str, Any], str, str]] = {
     "loss_pg is positive and grows: global normalisation, and steps so large that rewards fall": (
-        {"objective": GLOBAL, "stage": RISING, "optim": OptimConfig(lr=1e-2)},
+        {"objective": GLOBAL, "stage": RISING, "optim": OptimConfig(lr=5e-3)},
         "policy-loss",
         "--objective.baseline mean",
     ),
@@ -44,7 +45,7 @@ PROVOKED: dict[str, tuple[dict[str, Any], str, str]] = {
         "--stages.0.warmup-steps 1",
     ),
     "loss_cons goes on rising: bytes are rewarded alone, and next to nothing holds": (
-        {"reward": ("jpeg_saving:against=target",), "stage": FREE, "optim": OptimConfig(lr=2e-3)},
+        {"reward": (BYTES,), "stage": FREE, "optim": OptimConfig(lr=5e-3)},
         "consistency-loss",
         "--stage.kl-coef",
     ),

@@ -36,7 +36,7 @@ class Case:
 
     policy: Any
     reference: ReferenceModel
-    critic: SharedCritic
+    critic: SharedCritic | None
     batch: TrainBatch
 
 
@@ -54,8 +54,11 @@ def case_of(make: Callable[..., Any], dtype: torch.dtype = torch.float64) -> Cas
 
 def batch_of(policy: Any, reference: Any, rollouts: Rollouts, dtype: torch.dtype) -> TrainBatch:
     generator = torch.Generator().manual_seed(0)
-    result, ref = evaluated(policy, rollouts, "values"), evaluated(reference, rollouts)
-    assert result.values is not None
+    result, ref = (
+        evaluated(policy, rollouts, *policy.likelihood_outputs & {"values"}),
+        evaluated(reference, rollouts),
+    )
+    values = result.logprobs if result.values is None else result.values
 
     def near(x: Tensor, by: float) -> Tensor:
         return x + by * torch.randn(rollouts.mask.shape, generator=generator, dtype=torch.float64)
@@ -69,8 +72,8 @@ def batch_of(policy: Any, reference: Any, rollouts: Rollouts, dtype: torch.dtype
         loss_mask=rollouts.mask & rewards.isfinite()[:, None],
         old_logprobs=near(result.logprobs, 0.4),
         ref=ref,
-        old_values=near(result.values, 0.3),
-        returns=near(result.values, 1),
+        old_values=near(values, 0.3),
+        returns=near(values, 1),
     )
     batch = replace(
         batch, rollouts=replace(rollouts, sampler_logprobs=near(batch.old_logprobs, 0.6))

@@ -17,7 +17,6 @@ from gruppo.rewards.images import (
     jpeg_bytes,
     jpeg_compressibility,
     jpeg_incompressibility,
-    symmetry,
     to_pillow,
 )
 from gruppo.types import GruppoError
@@ -94,7 +93,7 @@ def test_a_quality_that_jpeg_does_not_have_is_refused(quality):
         jpeg_compressibility(quality)
 
 
-# --- brightness, symmetry -------------------------------------------------------------------------
+# --- brightness -----------------------------------------------------------------------------------
 
 
 def test_brightness_is_the_mean_or_the_closeness_to_a_target():
@@ -102,19 +101,6 @@ def test_brightness_is_the_mean_or_the_closeness_to_a_target():
     assert brightness(0.6)(images=GREYS) == pytest.approx([0.6, 1.0, 0.6])
     with pytest.raises(GruppoError, match=r"target=2; it needs"):
         brightness(2)
-
-
-def test_symmetry_is_the_correlation_with_the_mirror_image():
-    left = torch.tensor([[[1.0, 0, 0, 0]] * 4])
-    both = torch.tensor([[[1.0, 0, 0, 1]] * 4])
-    tilted = torch.tensor([[[0.0, 1 / 3, 2 / 3, 1]] * 4])
-    assert symmetry()(images=[both, tilted, left]) == pytest.approx([1, -1, -1 / 3])
-    assert symmetry("horizontal")(images=[left]) == pytest.approx([1])
-    assert symmetry()(images=[torch.full((3, 5, 5), 0.3)]) == [
-        0
-    ]  # a blank image is no symmetric one
-    with pytest.raises(GruppoError, match="axis='diagonal'"):
-        symmetry("diagonal")
 
 
 # --- a classifier ---------------------------------------------------------------------------------
@@ -125,13 +111,9 @@ def test_a_classifier_gives_the_log_probability_of_each_rows_own_class():
     assert rewards == pytest.approx([NATS[0], NATS[1], -math.log1p(math.exp(LOGIT[2]))], rel=1e-6)
 
 
-def test_a_fixed_class_a_floor_and_probabilities():
+def test_a_fixed_class_and_a_floor():
     of_light = classifier(Darkness(), label=0, floor=-3.0)
     assert of_light(images=GREYS) == pytest.approx([NATS[0], NATS[1], -3.0], rel=1e-6)
-    probability = classifier(Darkness(), label=0, output="probability")
-    assert probability(images=GREYS) == pytest.approx([math.exp(x) for x in NATS], rel=1e-6)
-    with pytest.raises(GruppoError, match="needs probability or log_probability"):
-        classifier(Darkness(), output="logit")
 
 
 def test_a_row_without_a_class_is_not_scored_and_a_class_that_is_not_there_fails_alone():
@@ -161,7 +143,7 @@ def test_a_classifier_is_frozen_and_stays_so_its_running_statistics_included():
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
     "reward",
-    [jpeg_compressibility(), jpeg_incompressibility(80), brightness(), brightness(0.3), symmetry()],
+    [jpeg_compressibility(), jpeg_incompressibility(80), brightness(), brightness(0.3)],
     ids=lambda reward: reward.__name__,
 )
 def test_the_reward_of_a_saved_image_is_that_of_the_image_in_memory(tmp_path, channels, reward):
@@ -194,7 +176,7 @@ def test_a_saved_image_keeps_its_channels_rows_and_columns(tmp_path):
 
 @pytest.mark.silent_bug(22)
 @pytest.mark.parametrize(
-    "reward", [jpeg_compressibility(), brightness(), symmetry(), classifier(Darkness(), label=0)]
+    "reward", [jpeg_compressibility(), brightness(), classifier(Darkness(), label=0)]
 )
 def test_an_image_with_a_nan_is_unscored_and_counted_and_not_a_black_one(reward):
     broken = noise(1, 4, 4)

@@ -160,7 +160,6 @@ def test_a_module_that_does_not_import_is_one_line():
     [
         ("brightness", 0.2),
         ("brightness:target=0.6", 0.6),
-        ("symmetry:axis=horizontal", 0.0),
         ("jpeg_compressibility:quality=80,without_header=true", 0.0),
     ],
 )

@@ -24,9 +24,8 @@ from gruppo.types import Prompt
 
 SIDE = 24
 """Pixels a side of an image, of which a crop has 8."""
-ACTION = "low_resolution:grid=2,std=0.1,smooth=false,detached=false"
-"""One flat square of each quarter, which a policy gradient reaches the network through."""
-EACH = "low_resolution:grid=2,std=0.1,learned=true,smooth=false"
+ACTION = "low_resolution:grid=2,std=0.1,detached=false"
+"""2 x 2 numbers a channel, through which a policy gradient reaches the network."""
 
 
 def here(name: str) -> str:
@@ -204,11 +203,6 @@ def bright(images: Sequence[Tensor], **_: Any) -> list[float]:
 
 def sometimes_nan(images: Sequence[Tensor], **_: Any) -> list[float]:
     return [float("nan") if n % 4 == 0 else float(image.mean()) for n, image in enumerate(images)]
-
-
-def brighter_than(images: Sequence[Tensor], reference: Sequence[Tensor], **_: Any) -> list[float]:
-    """Asks for the reference's pictures by name."""
-    return [float((image - other).mean()) for image, other in zip(images, reference, strict=True)]
 
 
 def half(pictures: Tensor, prompts: Sequence[Prompt]) -> Tensor:

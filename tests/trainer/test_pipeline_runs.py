@@ -132,7 +132,7 @@ def test_what_is_set_is_laid_over_the_settings_beside_the_pipeline(saved):
     changes = chosen(saved, "SD 3") | {"diffusion__size": (8, 16)}
     policy = build(diffusion_runs.config(saved, **changes), Parts())[0].policy
     assert (policy.settings.size, policy.settings.caption_tokens) == ((8, 16), 6)
-    assert policy.denoiser.codec.image_shape == (3, 8, 16)
+    assert policy.image_shape == (3, 8, 16)
     assert api.change(Config(), changes).modality.size == (8, 16)
 
 

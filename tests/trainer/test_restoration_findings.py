@@ -12,7 +12,8 @@ from tests.trainer.restoration_runs import built, trained
 from tests.trainer.runs import stepped
 from torch import nn
 
-from gruppo.modalities.restoration import Equivariance, load_restorer
+from gruppo.modalities.restoration import load_restorer
+from gruppo.modalities.restoration.consistency import equivariance
 from gruppo.types import Likelihood, MicroBatch, Prompt
 
 pytest.importorskip("PIL")
@@ -80,7 +81,9 @@ def test_an_equivariant_network_has_no_equivariance_loss_whatever_its_clean_pict
     from gruppo.modalities.restoration import Control, Controls, RestorationPolicy
 
     action = Controls([Control("noise", 0, 50, 25)], channels=1)
-    policy = RestorationPolicy(Pointwise(), action, channels=1, supervises=supervises)
+    policy = RestorationPolicy(
+        Pointwise(), action, channels=1, supervises=supervises, consistency=equivariance, loss="l1"
+    )
     with torch.no_grad():  # a head that says something else than what is told
         policy.module.action.head.conv_out.bias.fill_(0.3)
     prompts = [
@@ -89,5 +92,5 @@ def test_an_equivariant_network_has_no_equivariance_loss_whatever_its_clean_pict
     ]
     demos = policy.demonstrations(prompts, seed=0)
     likelihood = policy.likelihood(demos, MicroBatch(torch.arange(3), slice(0, 1)))
-    apart = Equivariance("l1")(policy, demos, likelihood, Likelihood(likelihood.logprobs))
+    apart = policy.consistency_loss(demos, likelihood, Likelihood(likelihood.logprobs))
     assert float(apart.abs().max()) < 1e-6

@@ -37,7 +37,6 @@ CRITIC = {
     "clip_unit": "nats",
     "kl": "exact",
 }
-PATCHES = {"restoration__action": "low_resolution:grid=2,smooth=false", "restoration__patches": 2}
 
 
 def network(name: str) -> dict[str, Any]:
@@ -77,15 +76,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"restoration__action": "pixels:size=3"},
         r"there is no option 'size'; write pixels:std",
     ),
-    "a std of 0": ({"restoration__action": "pixels:std=0"}, r"std=0.0 does not fit 3 numbers"),
-    "patches of a grid": (
-        PATCHES | {"restoration__patches": 3},
-        r"grid of 2 x 2 cannot be cut into 3 x 3",
-    ),
-    "patches of a picture": (
-        {"restoration__action": "pixels", "restoration__patches": 3},
-        r"none of the first 8 prompts .* can be used: .* is 8 x 8, which 3 x 3 patches do "
-        r"not divide",
+    "a std of 0": (
+        {"restoration__action": "pixels:std=0"},
+        r"std=0 of an action; it needs to be above 0",
     ),
     "an unknown consistency": (
         CONS | {"restoration__consistency": "equivarance"},
@@ -96,24 +89,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         CONS | {"restoration__consistency": here("NO_FUNCTION")},
         r"NO_FUNCTION is a int; a degradation is a function",
     ),
-    "a consistency that nothing reads": (
-        {"restoration__consistency": "equivariance"},
-        r"no stage's cons_coef is above 0. Set --stage.cons-coef 0.1",
-    ),
     "a consistency alone": (CONS | {"stage__rl_coef": 0.0}, r"learns nothing"),
     "a reference that rests": (
         CONS | {"reference__place": "cpu"},
         r"reference.place='cpu': a consistency to the reference reads its images in every update",
     ),
-    "LoRA": ({"lora__rank": 4}, r"lora.rank is for larger models.*--lora.rank 0"),
+    "LoRA": ({"lora__rank": 4}, r"LoRA is not supported by RestorationPolicy"),
     "bfloat16": (
         {"compute": "bfloat16"},
-        r"compute is for larger models.*--compute float32",
+        r"compute='bfloat16' holds the base below adapters.*--compute float32",
     ),
-    "a critic of its own": (
-        {"objective": CRITIC, "critic__kind": "separate"},
-        r"critic.kind is for larger models.*--critic.kind shared",
-    ),
+    "a critic": ({"objective": CRITIC}, r"critic|value"),
+    "a temperature": ({"rollout__temperature": 0.5}, r"temperature.* images are sampled at 1"),
     "an entropy of a fixed std": (
         {"stage__entropy_coef": 0.1},
         r"the action's std is fixed.*learned=true",
@@ -121,18 +108,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "k3": (
         {"stage__kl_coef": 0.1, "objective__kl": "k3"},
         r"kl='k3' of a Gaussian policy.*--objective.kl exact",
-    ),
-    "returns of patches": (
-        PATCHES | {"objective__credit": "return_to_go"},
-        r"credit='return_to_go' is for actions that follow each other, and the 4 patches",
-    ),
-    "a base that rests": (
-        {"restoration__trains": "action", "restoration__supervises": "base"},
-        r"supervises='base' trains the network alone, and trains='action' freezes it",
-    ),
-    "nothing that trains": (
-        {"restoration__trains": "action", "restoration__action": "pixels"},
-        r"nothing is to be trained",
     ),
     "a reference that nothing reads": (
         {"stages": (Stage(steps=2), Stage(new_reference=True))},
@@ -156,19 +131,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"data": "arithmetic", "reward": [here("bright")]},
         r"restores images, and the data 'arithmetic' have none: a prompt is a list",
     ),
-    "an unknown trains": ({"model": "folder", "restoration__trains": "head"}, r"trains"),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("patches", 0), ("action_lr_factor", 0.0), ("action_lr_factor", math.inf)]
+    ("name", "value"), [("action_lr_factor", 0.0), ("action_lr_factor", math.inf)]
 )
 def test_a_value_out_of_range_is_refused_where_a_config_is_made(tmp_path, name, value):
     with pytest.raises(GruppoError, match=rf"restoration.{name}={value} is out of range"):
         restoration_runs.config(tmp_path, **{f"restoration__{name}": value})
 
 
-@pytest.mark.parametrize("what", [name for name in REFUSED if name != "an unknown trains"])
+@pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(tmp_path, capsys, what):
     """The same in Python and on the command line."""
     changes, why = REFUSED[what]
@@ -268,11 +242,10 @@ def test_weights_of_another_network_are_refused(tmp_path, capsys):
 def test_settings_of_a_new_policy_are_refused_for_a_saved_one(tmp_path, capsys):
     path = trained(tmp_path, steps=1)
     config = restoration_runs.config(
-        tmp_path, model=str(path), name="again", restoration__patches=2
+        tmp_path, model=str(path), name="again", restoration__action="pixels"
     )
     why = (
-        r"restoration.patches is of a new policy, and .* has its own. "
-        r"Leave --restoration.patches out"
+        r"restoration.action is of a new policy, and .* has its own. Leave --restoration.action out"
     )
     assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
     on_the_command_line(tmp_path, capsys, config, why)
@@ -379,21 +352,6 @@ def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
 # --- rewards --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("patch", "shown"), [(2, "4 x 4"), (8, "1 x 1"), (3, "2.66667 x 2.66667")])
-def test_a_reward_of_patches_that_do_not_fit_is_one_clear_line(tmp_path, capsys, patch, shown):
-    changes = PATCHES | {"reward": [f"psnr:patch={patch}"], "objective__credit": "position"}
-    config = restoration_runs.config(tmp_path, **changes)
-    why = (
-        rf"patch={patch} gives {shown} squares of images of 8 x 8, and the policy has 4 actions. "
-        r"Set patch"
-    )
-    result = said_in_one_line(lambda: api.start(config), GruppoError)
-    assert re.search(why, result), result
-    (tmp_path / "again").mkdir()
-    config = restoration_runs.config(tmp_path / "again", **changes)
-    on_the_command_line(tmp_path / "again", capsys, config, why)
-
-
 def test_a_reward_that_is_nan_costs_its_rows_and_the_run_goes_on(tmp_path):
     run = built(tmp_path, reward=[here("sometimes_nan")])
     batch, logged = stepped(run)
@@ -443,11 +401,10 @@ def test_a_network_that_makes_nan_of_everything_ends_in_one_line(tmp_path):
 
 
 def test_what_sample_cannot_restore_is_one_line(tmp_path, capsys):
-    path = trained(tmp_path, steps=1, **PATCHES)
-    odd = restoration_runs.write_images(tmp_path / "odd", 1, side=7) / "0.png"
+    path = trained(tmp_path, steps=1)
+    whole = restoration_runs.write_images(tmp_path / "whole", 1) / "0.png"
     (tmp_path / "text.png").write_text("no image")
     for file, why in (
-        (odd, r"7 x 7, which 2 x 2 patches do not divide"),
         (tmp_path / "none.png", r"none.png"),
         (tmp_path / "text.png", r"text.png"),
     ):
@@ -458,7 +415,7 @@ def test_what_sample_cannot_restore_is_one_line(tmp_path, capsys):
         assert re.search(why, err), err
     assert not (tmp_path / "out").exists()
     with pytest.raises(GruppoError, match="--n 0 samples nothing"):
-        inference.sample(path, [str(odd)], tmp_path / "out", n=0)
+        inference.sample(path, [str(whole)], tmp_path / "out", n=0)
 
 
 # --- asking a run ---------------------------------------------------------------------------------

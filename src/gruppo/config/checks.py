@@ -70,6 +70,7 @@ def unread(config: Config) -> list[str]:
         "reference.kind": reference.update_every <= config.steps,
         "reference.place": not has_lora,
         "reference.update_every reference.update_rate reference.watch_prompts": reference.is_mixed,
+        "restoration.consistency": highest(config, "cons_coef") > 0,
         "rollout.refill_rounds": smallest_group(config) > 1,
         "stage.": not config.stages,
         "supervised.": highest(config, "sup_coef") > 0,

@@ -1,17 +1,16 @@
-"""Images in [0, 1]: 8-bit rounding, Pillow, PSNR and SSIM, pixel losses, filters, aligned
-augmentation."""
+"""Images in [0, 1]: 8-bit rounding, Pillow, PSNR and SSIM, pixel losses, filters, symmetries."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
-from torch.nn.functional import avg_pool2d, conv2d, interpolate, l1_loss, mse_loss, pad
+from torch.nn.functional import conv2d, l1_loss, mse_loss, pad
 
 from gruppo.loading import import_extra
 
@@ -65,49 +64,31 @@ def from_pillow(image: Any) -> Float[Tensor, "C H W"]:
 # --- fidelity -------------------------------------------------------------------------------------
 
 
-def psnr(
-    x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int = 0
-) -> Float[Tensor, "B ..."]:
-    """-10 log10(mean squared error), in dB, of images in [0, 1]; inf where they are equal. float64.
-
-    [B]; with ``patch`` [B, H / patch, W / patch], one for each square. Incomplete squares at the
-    end are left out.
-    """
-    error = (x.double() - y.double()).square()
-    mean = avg_pool2d(error, patch).mean(dim=1) if patch else error.mean(dim=(1, 2, 3))
-    return -10 * mean.log10()
+def psnr(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"]) -> Float[Tensor, "B"]:
+    """-10 log10(mean squared error), in dB, of images in [0, 1]; inf for equal images. float64."""
+    return -10 * (x.double() - y.double()).square().mean(dim=(1, 2, 3)).log10()
 
 
-def ssim(
-    x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"], *, patch: int = 0
-) -> Float[Tensor, "B ..."]:
+def ssim(x: Float[Tensor, "B C H W"], y: Float[Tensor, "B C H W"]) -> Float[Tensor, "B"]:
     """(2 mx my + C1)(2 cov + C2) / ((mx^2 + my^2 + C1)(vx + vy + C2)), averaged over pixels; images
     in [0, 1]. float64.
 
-    [B], without the border of 5 pixels whose windows are mirrored; with ``patch`` one for each
-    square, as ``psnr``. Moments under an 11 x 11 Gaussian of standard deviation 1.5; population
-    covariances; each channel by itself; mirrored at the border, the edge repeated. Wang et al.
-    2004, as scikit-image with gaussian_weights=True and use_sample_covariance=False. Images need at
-    least 11 pixels per side.
+    Moments under an 11 x 11 Gaussian of standard deviation 1.5; population covariances; each
+    channel by itself; without the border of 5 pixels. Wang et al. 2004, as scikit-image with
+    gaussian_weights=True and use_sample_covariance=False. Images need at least 11 pixels per side.
     """
     if min(x.shape[-2:]) <= 2 * SSIM_RADIUS:
         raise ValueError(
             f"SSIM of images of {tuple(x.shape[-2:])} pixels; it needs at least 11 a side."
         )
     x, y = x.double(), y.double()
-    r = SSIM_RADIUS
     flat = torch.stack([x, y, x * x, y * y, x * y]).flatten(0, 2)[:, None]  # [5 B C, 1, H, W]
-    for dim in (-2, -1):  # b a | a b c ... y z | z y, a padding that torch does not have
-        first, last = flat.narrow(dim, 0, r), flat.narrow(dim, flat.shape[dim] - r, r)
-        flat = torch.cat([first.flip(dim), flat, last.flip(dim)], dim)
-    mx, my, xx, yy, xy = _gaussian_filter(flat, SSIM_STD, r).reshape(5, *x.shape)
+    moments = _gaussian_filter(flat, SSIM_STD, SSIM_RADIUS)[:, 0]
+    mx, my, xx, yy, xy = moments.unflatten(0, (5, *x.shape[:2]))  # [B, C, H-10, W-10]
     luminance = (2 * mx * my + SSIM_C1) / (mx * mx + my * my + SSIM_C1)
     covariance = 2 * (xy - mx * my) + SSIM_C2
     variance = xx - mx * mx + yy - my * my + SSIM_C2
-    similarity = luminance * covariance / variance
-    if patch:
-        return avg_pool2d(similarity, patch).mean(dim=1)
-    return similarity[..., r:-r, r:-r].mean(dim=(1, 2, 3))
+    return (luminance * covariance / variance).mean(dim=(1, 2, 3))
 
 
 # --- pixel losses: unreduced, for supervised and consistency terms --------------------------------
@@ -164,39 +145,12 @@ def detail_bands(images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B K C H W"]
     return torch.cat([luma, details - luma], dim=1)
 
 
-def upsample(
-    grid: Float[Tensor, "B K h w"], height: int, width: int, *, smooth: bool = True
-) -> Tensor:
-    """Coarse grid at every pixel: bilinear between the centers of its cells, or constant within
-    each cell."""
-    return interpolate(grid, size=(height, width), mode="bilinear" if smooth else "nearest")
-
-
-# --- augmentation that keeps pairs aligned --------------------------------------------------------
-
-
-def random_crop(
-    images: Sequence[Float[Tensor, "... H W"]], size: int, generator: torch.Generator
-) -> list[Tensor]:
-    """The same random square of each image; all have one size."""
-    top, left = (
-        int(torch.randint(side - size + 1, (), generator=generator))
-        for side in images[0].shape[-2:]
-    )
-    return [image[..., top : top + size, left : left + size] for image in images]
-
-
-def random_symmetry(
-    images: Sequence[Float[Tensor, "... H W"]], generator: torch.Generator
-) -> list[Tensor]:
-    """The same random one of the eight flips and quarter turns of each image."""
-    index = int(torch.randint(8, (), generator=generator))
-    return [apply_symmetry(image, index) for image in images]
+# --- the eight symmetries of the square -----------------------------------------------------------
 
 
 def apply_symmetry(image: Float[Tensor, "... H W"], index: int) -> Float[Tensor, "... H W"]:
-    """Symmetry 0 (none) to 7 of the square: mirrored left to right from 4 on, then ``index % 4``
-    quarter turns."""
+    """Symmetry 0 (none) to 7: mirrored left to right from 4 on, then ``index % 4`` quarter
+    turns."""
     return (image.flip(-1) if index >= 4 else image).rot90(index % 4, dims=(-2, -1))
 
 
@@ -204,9 +158,6 @@ def undo_symmetry(image: Float[Tensor, "... H W"], index: int) -> Float[Tensor, 
     """The image before ``apply_symmetry``."""
     image = image.rot90(-(index % 4), dims=(-2, -1))
     return image.flip(-1) if index >= 4 else image
-
-
-# --- brightness -----------------------------------------------------------------------------------
 
 
 def mean_luma(images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B"]:

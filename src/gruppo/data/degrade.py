@@ -95,8 +95,8 @@ class Degradation:
                 low, high = float(first), float(last or first)
             except ValueError:
                 low = high = -1.0
-            is_whole = low.is_integer() and high.is_integer()
-            if not kind.low <= low <= high <= kind.high or (kind.is_whole and not is_whole):
+            is_odd = kind.is_whole and (low % 1 or high % 1)
+            if not kind.low <= low <= high <= kind.high or is_odd:
                 raise DataError(f"""the degradation {text!r} has {name}={strength}; it needs
                     {"whole " if kind.is_whole else ""}numbers from {kind.low:g} to {kind.high:g}
                     ({kind.unit}), one or a range low-high.""")

@@ -38,7 +38,6 @@ def labelled_images(
     fall on one side.
     """
     train, held_out = _split(images, labels, held_out_fraction, name)
-    labels = labels.long()
 
     def prompt_at(index: int, draw: int) -> Prompt:
         label = int(labels[index])
@@ -93,12 +92,11 @@ def read_digits(path: Path) -> tuple[UInt8[Tensor, "N 1 28 28"], Int[Tensor, "N"
     """Images and classes of a gzipped CSV: 784 levels from 0 to 255 and a class from 0 to 9 per
     row."""
     try:
-        rows = np.loadtxt(path, delimiter=",", dtype=np.int64, ndmin=2)
+        rows = torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.int64, ndmin=2))
         levels, labels = rows[:, :-1], rows[:, -1]
-        if levels.max() > 255 or min(levels.min(), labels.min()) < 0 or labels.max() > 9:
+        if levels.max() > 255 or rows.min() < 0 or labels.max() > 9:
             raise ValueError(f"a digit has {SIDE**2} levels from 0 to 255 and a class from 0 to 9")
-        pixels = levels.astype(np.uint8).reshape(-1, 1, SIDE, SIDE)
-    except (OSError, EOFError, ValueError, IndexError, UserWarning) as problem:
+        return levels.to(torch.uint8).reshape(-1, 1, SIDE, SIDE), labels
+    except (OSError, EOFError, ValueError, IndexError, RuntimeError, UserWarning) as problem:
         raise DataError(f"""the digits in {path} cannot be read ({problem}); install {PACKAGE} 0.25
             again: pip install --force-reinstall --no-deps {PACKAGE}""") from problem
-    return torch.from_numpy(pixels), torch.from_numpy(labels)

@@ -28,7 +28,6 @@ log = logging.getLogger("gruppo")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 EXIF_ORIENTATION = 0x0112
 TABLES = ("captions.jsonl", "metadata.jsonl", "metadata.csv")
-FILE_COLUMNS = ("file_name", "file", "image", "path")
 CAPTION_COLUMNS = ("caption", "text", "prompt")
 
 
@@ -42,14 +41,13 @@ def image_folder(
     ``metadata.csv`` in the folder (a column ``file_name``, another ``caption`` or ``text``; further
     columns go to ``meta``), or from a .txt file next to each image; an image without one is left
     out, with a warning. Without captions the subfolders are the classes, and a prompt is the number
-    of a class, ``label``; without subfolders it is an empty text.
+    of a class, ``label``; without subfolders it is an empty string.
 
-    The held-out split goes by the captions, or by the files where there are none. Images are read
-    when they are drawn (see ``read_image``). A file that is not a whole image is left out with a
+    The held-out split goes by the captions, or by the files if there are none. Images are read when
+    they are drawn (see ``read_image``). A file that is not a whole image is left out with a
     warning, and listed in ``unreadable``.
     """
-    root = Path(folder).expanduser()
-    name = str(folder)
+    root, name = Path(folder).expanduser(), str(folder)
     unreadable: dict[str, str] = {}
     prompts = image_prompts(root)
     files = list(prompts)
@@ -91,14 +89,14 @@ def image_prompts(folder: Path) -> dict[str, Prompt]:
             if file in rows
         }
     names = sorted({file.rpartition("/")[0] for file in files})
-    if len(names) == 1:
-        return {file: Prompt(file, "", meta={"file": file}) for file in files}
     prompts = {}
     for file in files:
-        name = file.rpartition("/")[0]
+        name, meta = file.rpartition("/")[0], dict[str, Any](file=file)
         label = names.index(name)
-        meta = {"file": file, "label": label, "class": name}
-        prompts[file] = Prompt(name or ".", label, meta=meta)
+        prompts[file] = Prompt(file, "", meta=meta)
+        if len(names) > 1:
+            meta |= {"label": label, "class": name}
+            prompts[file] = Prompt(name or ".", label, meta=meta)
     return prompts
 
 
@@ -125,33 +123,28 @@ def _read_text(path: Path) -> str:
 
 def _read_table(table: Path) -> dict[str, dict[str, Any]]:
     """By file: the caption under that name, and every further column."""
-    rows: list[dict[str, Any]]
+    rows: list[Any]
     if table.suffix == ".csv":
         rows = list(csv.DictReader(io.StringIO(_read_text(table))))
     else:
         rows = read_jsonl(table)
     columns = list(dict.fromkeys(column for row in rows for column in row))
-    file_column = next((name for name in FILE_COLUMNS if name in columns), None)
     caption_column = next((name for name in CAPTION_COLUMNS if name in columns), None)
-    if file_column is None or caption_column is None:
+    if "file_name" not in columns or caption_column is None:
         raise DataError(f"""{table} has the columns {", ".join(map(repr, columns)) or "none"}; it
-            needs one of {", ".join(FILE_COLUMNS)} with the file, and one of
-            {", ".join(CAPTION_COLUMNS)} with the caption. Rename its columns.""")
+            needs file_name, and one of {", ".join(CAPTION_COLUMNS)}. Rename its columns.""")
     captions: dict[str, dict[str, Any]] = {}
     for number, row in enumerate(rows, start=1):
-        file = row.get(file_column)
-        caption = row.get(caption_column) or ""
+        file, caption = row.get("file_name"), row.get(caption_column) or ""
         if not isinstance(file, str) or not (table.parent / file).is_file():
             raise DataError(
                 f"row {number} of {table} names the image {file!r}, which does not exist."
             )
         if not isinstance(caption, str):
-            raise DataError(
-                f"the caption in row {number} of {table} is of type {type(caption).__name__}; it "
-                f"needs a text."
-            )
+            raise DataError(f"""the caption in row {number} of {table} is of type
+                {type(caption).__name__}; it needs a string.""")
         if caption.strip():
-            rest = {column: row.get(column) for column in columns if column != file_column}
+            rest = {column: row.get(column) for column in columns if column != "file_name"}
             captions[Path(file).as_posix()] = rest | {"caption": caption.strip()}
     if not captions:
         raise DataError(f"{table} holds no caption in the column {caption_column!r}.")
@@ -222,10 +215,8 @@ def list_images(folder: Path) -> list[str]:
         if path.suffix.lower() in SUFFIXES and path.is_file() and not path.name.startswith(".")
     ]
     if not files:
-        raise DataError(
-            f"{folder} holds no image; it needs {', '.join(SUFFIXES)} files, there or in its "
-            f"subfolders."
-        )
+        raise DataError(f"""{folder} holds no image; it needs {", ".join(SUFFIXES)} files, there or
+            in its subfolders.""")
     return sorted(files)
 
 

@@ -73,16 +73,14 @@ def text_lines(
     return source
 
 
-def open_lines(rest: str, *, name: str, seed: int, held_out_fraction: float) -> IndexedSource:
+def open_lines(rest: str, *, name: str, **options: Any) -> IndexedSource:
     """Source of ``lines:blur=0.5-2,noise=10-40,count=4000``."""
-    rest = rest.replace("set=", "number=")
     names = ("count", "number", "height", "width", "clean")
-    degradation, options = parse_data_options(rest, text_lines, names, USAGE)
+    rest = rest.replace("set=", "number=")
+    degradation, found = parse_data_options(rest, text_lines, names, USAGE)
     if degradation is None:
         raise DataError(f"data={name!r} does not say how lines are degraded; write {USAGE}.")
-    return text_lines(
-        degradation, seed=seed, held_out_fraction=held_out_fraction, name=name, **options
-    )
+    return text_lines(degradation, name=name, **options, **found)
 
 
 def line_text(number: int, index: int, height: int, width: int) -> tuple[str, Any]:
@@ -94,18 +92,15 @@ def line_text(number: int, index: int, height: int, width: int) -> tuple[str, An
     sizes = (round(0.58 * height), round(0.7 * height) + 1)
     font = _load_font(file, int(torch.randint(*sizes, (), generator=generator)))
     limit = width - 2 * MARGIN
-    text = ""
-    while True:
+    text = longer = ""
+    while font.getlength(longer) <= limit:
+        text = longer
         length = int(torch.randint(3, LONGEST + 1, (), generator=generator))
         signs = torch.randint(len(SIGNS), (length,), generator=generator).tolist()
-        word = "".join(SIGNS[n] for n in signs)
-        longer = f"{text} {word}".strip()
-        if font.getlength(longer) > limit:
-            break
-        text = longer
+        longer = f"{text} {''.join(SIGNS[n] for n in signs)}".strip()
     while not text:  # a first word that is too long
-        word = word[:-1]
-        text = word if font.getlength(word) <= limit else ""
+        longer = longer[:-1]
+        text = longer if font.getlength(longer) <= limit else ""
     return text, font
 
 

@@ -1,25 +1,22 @@
-"""Degraded images as prompts and clean ones as targets: photographs, one folder, two folders; a
-reference column."""
+"""Degraded images as prompts and clean ones as targets: photographs, one folder, two folders."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import tomllib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gruppo.core.images import random_crop, random_symmetry, to_uint8
+from gruppo.core.images import apply_symmetry, to_uint8
 from gruppo.data.degrade import Degradation, parse_data_options
 from gruppo.data.images import SUFFIXES, image_size, list_images, package_file, read_image
 from gruppo.data.source import (
     IndexedSource,
-    SourceWrapper,
     digest_of,
     in_turns,
     leave_out,
@@ -39,10 +36,23 @@ FORMS = (
     "include crop=64, "
     "channels=1 and flips=false"
 )
-PHOTOGRAPHS = tomllib.loads(
-    Path(__file__).with_name("photographs.toml").read_text(encoding="utf-8")
-)
-HELD_OUT = ("camera", "chelsea", "coffee", "flower")
+PHOTOGRAPHS = {
+    "astronaut": ("skimage", "data/astronaut.png"),
+    "chelsea": ("skimage", "data/chelsea.png"),
+    "coffee": ("skimage", "data/coffee.png"),
+    "hubble": ("skimage", "data/hubble_deep_field.jpg"),
+    "ihc": ("skimage", "data/ihc.png"),
+    # without its right view, which shows the same scene and would cross the split
+    "motorcycle": ("skimage", "data/motorcycle_left.png"),
+    "retina": ("skimage", "data/retina.jpg"),
+    "rocket": ("skimage", "data/rocket.jpg"),
+    "china": ("sklearn", "datasets/images/china.jpg"),
+    "flower": ("sklearn", "datasets/images/flower.jpg"),
+    "grace_hopper": ("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
+}
+"""Real photographs that Python packages contain, by package and file, in the order of the stream:
+nothing is downloaded, no package is imported."""
+HELD_OUT = ("chelsea", "coffee", "flower")
 """Photographs for evaluation: an animal, still lifes, a person. None of them shares a scene with
 another."""
 
@@ -54,8 +64,6 @@ class ImagePair:
     clean: Path | Tensor
     degraded: Path | Tensor | None = None
     """None: degraded on the fly."""
-    meta: Mapping[str, Any] = field(default_factory=dict)
-    """Further columns, such as the text in the image."""
 
     @property
     def files(self) -> list[Path | Tensor]:
@@ -102,21 +110,26 @@ def image_pairs(
         except DataError as problem:  # a truncated file
             leave_out(unreadable, n, str(problem))
             return None
+        height, width = (crop, crop) if crop else sizes[n]
+        top = left = turn = 0
         if isinstance(item, str):
             generator = generator_at(seed, "crop", draw)
-            images = random_crop(images, crop, generator) if crop else images
-            images = random_symmetry(images, generator) if flips else images
+            if crop:
+                places = (side - crop + 1 for side in sizes[n])
+                top, left = (int(torch.randint(p, (), generator=generator)) for p in places)
+            if flips:
+                turn = int(torch.randint(8, (), generator=generator))
         else:  # without the seed: all runs see the same noise
             generator = generator_at("held out", *item)
-            height, width = (crop, crop) if crop else sizes[n]
             _, top, left = item
-            images = [image[..., top : top + height, left : left + width] for image in images]
+        images = [image[..., top : top + height, left : left + width] for image in images]
+        images = [apply_symmetry(image, turn) for image in images]
         images = [(x / 255 if x.dtype == torch.uint8 else x.float()).contiguous() for x in images]
         degraded = images[-1]
         strengths: dict[str, float] = {}
         if degradation is not None:
             degraded, strengths = degradation(degraded, generator)
-        return Prompt(n, degraded, images[0], {"image": n, **strengths, **pairs[n].meta}, draw)
+        return Prompt(n, degraded, images[0], {"image": n, **strengths}, draw)
 
     names = list(sizes)
     evaluation = [n for n in names if n in held_out] if held_out_fraction else []
@@ -125,8 +138,7 @@ def image_pairs(
         indices = split_by_hash(names, held_out_fraction, name)
         train, evaluation = ([names[i] for i in part] for part in indices)
     places = in_turns(corners(n, sizes[n], crop) for n in sorted(evaluation))
-    further = dict.fromkeys(column for pair in pairs.values() for column in pair.meta)
-    columns = ("target", "image", *(degradation.names if degradation else ()), *further)
+    columns = ("target", "image", *(degradation.names if degradation else ()))
     facts = [sorted(sizes.items()), evaluation, str(degradation), crop, channels, flips]
     facts += [_fact(image) for n in names for image in pairs[n].files]
     source = IndexedSource(name, seed, train, places, prompt_at, columns, digest_of(facts))
@@ -208,38 +220,29 @@ def _checked_sizes(
 # --- where images come from -----------------------------------------------------------------------
 
 
-def open_restoration(data: str, *, name: str, seed: int, held_out_fraction: float) -> IndexedSource:
+def open_restoration(rest: str, *, name: str, **options: Any) -> IndexedSource:
     """Source of ``photos:noise=25``, ``degrade:FOLDER:noise=25`` or ``pairs:DEGRADED:CLEAN``."""
     kind, *folders = split_names(name)
     # The last part has the options, unless it is a path, which may hold "=" too.
     is_option = folders and "=" in folders[-1] and not Path(folders[-1]).exists()
     text = folders.pop() if is_option else ""
     names = ("crop", "channels", "flips")
-    degradation, options = parse_data_options(text, image_pairs, names, FORMS)
+    degradation, found = parse_data_options(text, image_pairs, names, FORMS)
     if len(folders) != {"photos": 0, "degrade": 1, "pairs": 2}[kind] or not all(folders):
         raise DataError(f"cannot read data={name!r}; write {FORMS}.")
     if (kind == "pairs") is not (degradation is None):
-        raise DataError(
-            f"data={name!r}: pairs are degraded already, and all else needs a degradation; write "
-            f"{FORMS}."
-        )
+        raise DataError(f"""data={name!r}: pairs are degraded already, and all else needs a
+            degradation; write {FORMS}.""")
     paths = [Path(folder).expanduser() for folder in folders]
     if kind == "photos":
-        files = photographs(with_gray=options.get("channels") == 1)
-        pairs = {photo: ImagePair(path) for photo, path in files.items()}
-        options["held_out"] = HELD_OUT
+        pairs = {photo: ImagePair(path) for photo, path in photographs().items()}
+        found["held_out"] = HELD_OUT
     elif kind == "degrade":
         pairs = {file: ImagePair(paths[0] / file) for file in list_images(paths[0])}
     else:
         pairs = find_pairs(*paths)
-    return image_pairs(
-        pairs,
-        degradation=degradation,
-        seed=seed,
-        held_out_fraction=held_out_fraction,
-        name=" and ".join(folders) or kind,
-        **options,
-    )
+    label = " and ".join(folders) or kind
+    return image_pairs(pairs, degradation=degradation, name=label, **options, **found)
 
 
 def find_pairs(degraded: Path, clean: Path) -> dict[str, ImagePair]:
@@ -265,45 +268,15 @@ def _by_stem(folder: Path) -> dict[str, Path]:
     return files
 
 
-def photographs(*, with_gray: bool = False) -> dict[str, Path]:
-    """Name to file of the installed photographs, in color unless ``with_gray``. Missing ones are
-    logged."""
-    requested = PHOTOGRAPHS["color"] | (PHOTOGRAPHS["gray"] if with_gray else {})
-    paths = {name: package_file(*file) for name, file in requested.items()}
+def photographs() -> dict[str, Path]:
+    """Name to file of the installed photographs. Missing ones are logged."""
+    paths = {name: package_file(*file) for name, file in PHOTOGRAPHS.items()}
     found = {name: path for name, path in paths.items() if path is not None}
     if not found:
         raise GruppoError(f"""the photographs need scikit-image, scikit-learn or matplotlib, and
             none of them is installed; run: {install_command("photos")}""")
-    if missing := requested.keys() - found.keys():
-        packages = ", ".join(sorted({requested[name][0] for name in missing}))
-        counts = len(missing), len(requested), ", ".join(sorted(missing)), packages
+    if missing := PHOTOGRAPHS.keys() - found.keys():
+        packages = ", ".join(sorted({PHOTOGRAPHS[name][0] for name in missing}))
+        counts = len(missing), len(PHOTOGRAPHS), ", ".join(sorted(missing)), packages
         log.warning("%d of %d photographs are missing (%s); they are in %s.", *counts)
     return found
-
-
-class WithReference(SourceWrapper):
-    """A source whose prompts have one more column, ``reference``: their degraded images restored by
-    ``restore``.
-
-    For rewards that compare with a frozen network. ``restore``: [N, C, H, W] to the same shape in
-    [0, 1].
-    """
-
-    def __init__(self, source: Any, restore: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(source)
-        self.restore = restore
-        self.columns = None if source.columns is None else (*source.columns, "reference")
-
-    def take(self, n: int) -> list[Prompt]:
-        return self.add_reference(self.source.take(n))
-
-    def held_out(self, n: int) -> list[Prompt]:
-        return self.add_reference(self.source.held_out(n))
-
-    def add_reference(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The same prompts with the column ``reference``."""
-        if not prompts:
-            return []
-        restored = self.restore(torch.stack([p.inputs for p in prompts]))
-        metas = [{**p.meta, "reference": x} for p, x in zip(prompts, restored, strict=True)]
-        return [replace(p, meta=meta) for p, meta in zip(prompts, metas, strict=True)]

@@ -40,14 +40,7 @@ class FunctionModality(Modality):
         return policy.modality.adapt(config, policy, data), found_model(config.model)[1]
 
     def load(
-        self,
-        model: str,
-        *,
-        compute: Any = "auto",
-        trust_remote_code: bool = False,
-        is_merged: bool = False,
-        seed: int = 0,
-        device: str = "auto",
+        self, model: str, *, seed: int = 0, compute: Any = "auto", device: str = "auto", **_: Any
     ) -> Policy:
         policy = open_custom(model_of(model), seed=seed)
         return place(policy, compute, device) if isinstance(policy, TextPolicy) else policy

@@ -112,6 +112,7 @@ def digit_classifier() -> Any:
 def trained_once(name: str, images: Any, labels: Any, *, classes: int) -> Any:
     """A classifier of these images from the cache, or trained and put there."""
     import torch
+    from safetensors.torch import save_file
 
     from gruppo.modalities.text.bundled import cache_folder
     from gruppo.rewards.image_classifiers import ImageClassifier, train_classifier
@@ -127,6 +128,6 @@ def trained_once(name: str, images: Any, labels: Any, *, classes: int) -> Any:
     with suppress(OSError):  # without a cache it is trained in each run
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f".{file.name}.{os.getpid()}")  # atomic: others may train it too
-        network.save(temporary)
+        save_file(network.state_dict(), temporary)
         temporary.replace(file)
     return network.eval()

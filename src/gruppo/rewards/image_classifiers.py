@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -16,22 +16,22 @@ from torch.nn.functional import cross_entropy, pad
 from gruppo.core.images import quantize
 from gruppo.rewards.images import NAN, Image, ImageReward
 from gruppo.seeds import generator_at
-from gruppo.types import DataError, GruppoError
+from gruppo.types import DataError
 
 Augment = Callable[[Tensor, torch.Generator], Tensor]
 """Images [b, C, H, W] to other images of the same classes."""
+BATCH = 256
+"""Images that are classified together."""
 
 
 def classifier(
     module: nn.Module,
     *,
     label: int | None = None,
-    output: Literal["probability", "log_probability"] = "log_probability",
-    floor: float | None = None,
-    batch: int = 256,
+    floor: float = float("-inf"),
     name: str = "classifier",
 ) -> ImageReward:
-    """Probability of a class under a frozen classifier, or its logarithm in nats.
+    """Log-probability of a class under a frozen classifier, in nats.
 
     ``module`` maps images [b, C, H, W] in [0, 1] to logits [b, classes]. The class is ``label``,
     the same for all, or each row's in the column ``label`` (None there: not scored). ``floor``: the
@@ -39,19 +39,15 @@ def classifier(
     for the class earns as much as the class does: evaluate with another one, of another
     architecture.
     """
-    if output not in ("probability", "log_probability"):
-        raise GruppoError(f"{name} got output={output!r}; it needs probability or log_probability.")
     module.requires_grad_(False).eval()
 
     def score(image: Image, nats: Float[Tensor, "classes"], index: Any) -> float | None:
         if index is None:
             return None
-        value = nats[int(index)] if output == "log_probability" else nats[int(index)].exp()
-        value = value if floor is None else value.clamp(min=floor)
-        return float(value) if image.isfinite().all() else NAN
+        return max(float(nats[int(index)]), floor) if image.isfinite().all() else NAN
 
     def by_column(images: Sequence[Image], label: Sequence[Any], **_: Any) -> list[float | None]:
-        return list(map(score, images, log_probabilities(module, images, batch), label))
+        return list(map(score, images, log_probabilities(module, images), label))
 
     def fixed(images: Sequence[Image], **_: Any) -> list[float | None]:
         return by_column(images, [label] * len(images))
@@ -63,16 +59,14 @@ def classifier(
 
 
 @torch.no_grad()
-def log_probabilities(
-    module: nn.Module, images: Sequence[Image], batch: int = 256
-) -> list[Float[Tensor, "classes"]]:
+def log_probabilities(module: nn.Module, images: Sequence[Image]) -> list[Float[Tensor, "classes"]]:
     """Log-probabilities of all classes, in nats, for each image as it would be saved; float64 on
     the CPU."""
     module.eval()  # another owner may have set it to train
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     nats: list[Tensor] = []
-    for start in range(0, len(images), batch):
-        stack = torch.stack([quantize(image) for image in images[start : start + batch]]).to(device)
+    for start in range(0, len(images), BATCH):
+        stack = torch.stack([quantize(image) for image in images[start : start + BATCH]]).to(device)
         nats += module(stack).double().log_softmax(dim=-1).cpu()
     return nats
 
@@ -91,9 +85,6 @@ class ImageClassifier(nn.Module):
 
     def forward(self, images: Float[Tensor, "b C H W"]) -> Float[Tensor, "b classes"]:
         return self.head(self.trunk(images))
-
-    def save(self, path: Path) -> None:
-        safetensors.torch.save_file(self.state_dict(), path)
 
     def load(self, path: Path) -> ImageClassifier:
         """Load all weights; raise DataError if the file does not fit."""
@@ -146,18 +137,11 @@ def random_shift(
 ) -> Tensor:
     """Shift each image by up to ``pixels`` in each direction, with black borders."""
     height, width = images.shape[-2:]
-    tops, lefts = torch.randint(2 * pixels + 1, (2, len(images)), generator=generator).tolist()
+    places = torch.randint(2 * pixels + 1, (2, len(images)), generator=generator).T.tolist()
     padded = pad(images, [pixels] * 4)
-    shifted = [
-        image[:, top : top + height, left : left + width]
-        for image, top, left in zip(padded, tops, lefts, strict=True)
-    ]
-    return torch.stack(shifted)
-
-
-def accuracy(
-    module: nn.Module, images: Float[Tensor, "N C H W"], labels: Int[Tensor, "N"]
-) -> float:
-    """Share of images whose most likely class is their label."""
-    nats = torch.stack(log_probabilities(module, list(images)))
-    return float((nats.argmax(dim=-1) == labels).double().mean())
+    return torch.stack(
+        [
+            image[:, top : top + height, left : left + width]
+            for image, (top, left) in zip(padded, places, strict=True)
+        ]
+    )

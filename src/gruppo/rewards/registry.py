@@ -27,9 +27,8 @@ BUILT_INS: dict[str, Callable[..., Any]] = {
 for _made in (
     *(text.exact_match, text.numeric_match, text.reasoning_gym_score, text.math_verify),
     *(text.regex_format, text.length_target, text.keywords, text.repetition_penalty),
-    *(images.brightness, images.symmetry, images.jpeg_compressibility),
-    *(images.jpeg_incompressibility, images.jpeg_saving, images.psnr, images.ssim, images.brisque),
-    *(images.ocr_match, images.ocr_accuracy),
+    *(images.brightness, images.jpeg_compressibility, images.jpeg_incompressibility),
+    *(images.psnr, images.ssim, images.ocr_accuracy),
     *(preference.clip_score, preference.pick_score, preference.hps_score, preference.image_reward),
 ):
     BUILT_INS[_made.__name__] = _made

@@ -266,7 +266,7 @@ def _compared(
     objective = run.config.objective
     group_ids, prompt_ids = rollouts.group_ids, [prompt.id for prompt in rollouts.prompts]
     if are_steps:
-        group_ids = run.policy.step_groups(group_ids, rewards.shape[1])
+        group_ids = group_ids[:, None].expand(-1, rewards.shape[1])
     advantages, state = step_advantages(
         rewards,
         group_ids,

@@ -116,15 +116,11 @@ def _warn_of_failures(rollouts: Rollouts) -> None:
 
 
 def _interval(run: Run, total: Stat) -> tuple[float, float]:
-    """Return the 95% interval of a mean: Wilson's for a share of successes, else the normal one.
-
-    A restored image that is scored against the reference is exactly 0 at first, which is no share.
-    """
+    """Return the 95% interval of a mean: Wilson's for a share of successes, else the normal
+    one."""
     is_share = total.min >= 0 and total.max <= 1
     is_share = is_share and abs(total.sum - total.sum_sq) < 1e-9 * total.count
-    is_relative = run.policy.modality.rewards_read_reference
-    is_relative = is_relative and "reference" in run.rewards.requested_columns
-    if total.count and is_share and not is_relative:
+    if total.count and is_share:
         return wilson_interval(total.sum, total.count)
     half = Z_95 * total.std / math.sqrt(max(total.count - 1, 1))
     return total.mean - half, total.mean + half

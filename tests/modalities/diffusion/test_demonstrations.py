@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.fakes_diffusion import FAKES, SHAPE, denoiser, prompts, whole
+from tests.fakes_diffusion import FAKES, SHAPE, ddpm_schedule, denoiser, prompts, whole
 
-from gruppo.modalities.diffusion import DiffusionSchedule, FlowSchedule
+from gruppo.modalities.diffusion import FlowSchedule
 from gruppo.protocols import DemonstrationMixin
 from gruppo.seeds import generator_at
 from gruppo.types import GruppoError, Prompt
@@ -51,8 +51,8 @@ def test_a_demonstration_is_a_picture_and_nothing_that_was_sampled(make):
     [
         ("x0", FlowSchedule()),
         ("velocity", FlowSchedule(2.0)),
-        ("v", DiffusionSchedule("cosine")),
-        ("noise", DiffusionSchedule()),
+        ("v", ddpm_schedule("squaredcos_cap_v2")),
+        ("noise", ddpm_schedule()),
         ("v", FlowSchedule()),
     ],
     ids=str,

@@ -85,7 +85,7 @@ def cuts(case: Case, budget: int) -> list[int]:
 
 def cost(case: Case) -> int:
     """Evaluations of the most expensive row."""
-    guided = case.batch.rollouts.per_row["guidance"][0] != 1
+    guided = case.batch.rollouts.per_row["sampling"][0, -1] != 1
     return int(case.batch.rollouts.mask.sum(dim=1).max()) * (2 if guided else 1)
 
 

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
+from tests.fakes_diffusion import ddpm_schedule
 
-from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule
+from gruppo.modalities.diffusion.schedules import FlowSchedule
 from gruppo.types import GruppoError
 
 
@@ -40,36 +41,19 @@ def test_a_flow_is_trained_at_no_time_0():
 def test_linear_betas_are_those_of_ddpm():
     """a_t = prod (1 - beta_s), betas from 1e-4 to 0.02 in 1000 steps; Ho et al.: a_T is about
     4e-5."""
-    alpha, sigma = DiffusionSchedule("linear").level(torch.tensor([-1.0, 0.0, 1.0, 999.0]))
+    alpha, sigma = ddpm_schedule().level(torch.tensor([-1.0, 0.0, 1.0, 999.0]))
     first, second = 1 - 1e-4, 1 - (1e-4 + (0.02 - 1e-4) / 999)
     assert alpha[:3].tolist() == pytest.approx(
-        [1, math.sqrt(first), math.sqrt(first * second)], rel=1e-12
+        [1, math.sqrt(first), math.sqrt(first * second)], rel=1e-6
     )
     assert float(alpha[3] ** 2) == pytest.approx(4.036e-5, rel=1e-3)
     torch.testing.assert_close(alpha**2 + sigma**2, torch.ones(4, dtype=torch.float64))
 
 
-def test_scaled_linear_betas_are_those_of_stable_diffusion():
-    alpha, _ = DiffusionSchedule("scaled_linear").level(torch.tensor([0.0, 999.0]))
-    assert float(alpha[0] ** 2) == pytest.approx(1 - 0.00085, rel=1e-12)
-    assert float(alpha[1] ** 2) == pytest.approx(0.00466, rel=1e-2)
-
-
-def test_cosine_levels_are_those_of_the_paper():
-    """a_t = f(t) / f(0), f(t) = cos^2((t / T + 0.008) / 1.008 pi / 2), where no beta is above
-    0.999."""
-
-    def f(t):
-        return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
-
-    alpha, _ = DiffusionSchedule("cosine").level(torch.tensor([249.0, 499.0]))
-    assert (alpha**2).tolist() == pytest.approx([f(0.25) / f(0), f(0.5) / f(0)], rel=1e-9)
-
-
 def test_a_diffusion_s_sampler_begins_at_the_noisiest_time_and_ends_at_clean_data():
-    assert DiffusionSchedule().times(4).tolist() == [999, 749, 499, 249, -1]
-    assert DiffusionSchedule().times(1).tolist() == [999, -1]
-    assert DiffusionSchedule().training_times(torch.tensor([0.0, 0.5, 0.9999])).tolist() == [
+    assert ddpm_schedule().times(4).tolist() == [999, 749, 499, 249, -1]
+    assert ddpm_schedule().times(1).tolist() == [999, -1]
+    assert ddpm_schedule().training_times(torch.tensor([0.0, 0.5, 0.9999])).tolist() == [
         0,
         500,
         999,
@@ -78,4 +62,4 @@ def test_a_diffusion_s_sampler_begins_at_the_noisiest_time_and_ends_at_clean_dat
 
 def test_more_steps_than_times_are_refused():
     with pytest.raises(GruppoError, match="11 steps are more than the 10 times"):
-        DiffusionSchedule(length=10).times(11)
+        ddpm_schedule(num_train_timesteps=10).times(11)

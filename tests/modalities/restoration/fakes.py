@@ -1,5 +1,4 @@
-"""Tiny restoration policies for tests: every action, with one action a picture and with one of each
-patch."""
+"""Tiny restoration policies for tests: every action."""
 
 from __future__ import annotations
 
@@ -17,11 +16,10 @@ from gruppo.modalities.restoration import (
     PixelNoise,
     RestorationPolicy,
 )
-from gruppo.modalities.restoration.policy import to_columns
 from gruppo.types import MicroBatch, Prompt, Request, Rollouts, Sampling
 
 SIDE = 8
-SAMPLING = Sampling(max_actions=4)
+SAMPLING = Sampling(max_actions=1)
 
 
 class TinyNetwork(nn.Module):
@@ -62,8 +60,8 @@ def pixels(**choices: Any) -> RestorationPolicy:
     return policy_of(PixelNoise(std=0.1), **choices)
 
 
-def pixel_patches(**choices: Any) -> RestorationPolicy:
-    return policy_of(PixelNoise(std=(0.1, 0.2, 0.3), learned=True), patches=2, **choices)
+def learned_pixels(**choices: Any) -> RestorationPolicy:
+    return policy_of(PixelNoise(std=0.2, learned=True), **choices)
 
 
 def low_resolution(**choices: Any) -> RestorationPolicy:
@@ -71,18 +69,20 @@ def low_resolution(**choices: Any) -> RestorationPolicy:
 
 
 def band_gains(**choices: Any) -> RestorationPolicy:
-    """Two patches a side, each with two cells a side; a network that rests."""
-    return policy_of(BandGains(grid=4, smooth=False), patches=2, trains="action", **choices)
+    """Of a network that rests."""
+    policy = policy_of(BandGains(grid=4), **choices)
+    policy.module.network.requires_grad_(False)
+    return policy
 
 
 def controls(*, unit: bool = False, **choices: Any) -> RestorationPolicy:
     names = [Control("noise", 0, 2, 0.5), Control("mix", 0, 1, 0.75), Control("blur", -1, 1, 0)]
-    return policy_of(Controls(names, std=(0.1, 0.2, 0.3), unit=unit), **choices)
+    return policy_of(Controls(names, std=0.2, unit=unit), **choices)
 
 
 POLICIES: list[Callable[..., RestorationPolicy]] = [
     pixels,
-    pixel_patches,
+    learned_pixels,
     low_resolution,
     band_gains,
     controls,
@@ -112,19 +112,6 @@ def sampled(policy: RestorationPolicy, *sizes: int, seed: int = 3) -> Rollouts:
 
 def whole(rollouts: Rollouts, *rows: int) -> MicroBatch:
     return MicroBatch(torch.tensor(rows or range(len(rollouts))), slice(0, rollouts.mask.shape[1]))
-
-
-def from_columns(columns: Tensor, side: int) -> Tensor:
-    """The inverse of ``to_columns``."""
-    rows = [
-        torch.cat(list(row), dim=-1) for row in columns.transpose(0, 1).split(side)
-    ]  # [N, K, h, W]
-    return torch.cat(rows, dim=-2)
-
-
-def patch_means(images: Tensor, side: int) -> Tensor:
-    """Mean over the channels and pixels of each patch."""
-    return to_columns(images, side).flatten(2).mean(dim=-1)
 
 
 def rendered(policy: RestorationPolicy, x: Tensor, base: Tensor | None, action: Tensor) -> Tensor:

@@ -18,10 +18,9 @@ from tests.modalities.restoration.fakes import (
     controls,
     disturb,
     doubled,
+    learned_pixels,
     low_resolution,
-    patch_means,
     picture,
-    pixel_patches,
     policy_of,
     prompts,
     sampled,
@@ -43,19 +42,14 @@ from gruppo.core.images import apply_symmetry, gaussian_blur
 from gruppo.core.objective import GRPO, PRESETS
 from gruppo.data.source import SourceWrapper
 from gruppo.engines import LocalEngine
-from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.restoration import (
     BandGains,
     Control,
     Controls,
-    Equivariance,
     LowResolution,
-    PixelNoise,
-    ToDegraded,
-    ToReference,
 )
-from gruppo.modalities.restoration.policy import to_columns
+from gruppo.modalities.restoration.consistency import equivariance, to_degraded
 from gruppo.rewards.scoring import RewardSet
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
@@ -70,7 +64,7 @@ LIMIT = 1e-10
 @pytest.mark.parametrize("make", POLICIES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("loss", ["charbonnier", "l1", "mse"])
 def test_the_supervised_loss_is_that_of_the_deterministic_picture(make, loss):
-    """By hand, over each patch; nothing of it is drawn."""
+    """By hand; nothing of it is drawn."""
     policy = doubled(make(loss=loss))
     demos = policy.demonstrations(prompts(3), seed=0)
     likelihood = policy.likelihood(demos, whole(demos))
@@ -82,8 +76,7 @@ def test_the_supervised_loss_is_that_of_the_deterministic_picture(make, loss):
     by_hand = {"charbonnier": (apart**2 + 1e-6).sqrt(), "l1": apart.abs(), "mse": apart**2}[loss]
     got = policy.supervised_loss(demos, likelihood)
     assert got.shape == demos.mask.shape
-    torch.testing.assert_close(got, patch_means(by_hand, policy.patches), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(got.mean(), by_hand.mean(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(got[:, 0], by_hand.mean((1, 2, 3)), rtol=1e-9, atol=1e-12)
 
 
 def test_the_supervised_loss_of_the_base_leaves_the_action_alone():
@@ -128,7 +121,7 @@ def consistency_of(policy, rollouts, ref=None):
 
 
 def test_consistency_to_a_reference_is_to_its_picture_and_not_to_the_own():
-    policy = doubled(pixel_patches(consistency=ToReference("mse")))
+    policy = doubled(learned_pixels(loss="mse"))
     rollouts, reference = sampled(policy), ReferenceModel(policy)
     assert consistency_of(policy, rollouts, reference).eq(0).all()
     disturb(policy.module)
@@ -138,42 +131,36 @@ def test_consistency_to_a_reference_is_to_its_picture_and_not_to_the_own():
         apart = (policy.module.network(x) - reference.module.network(x)).square()[
             rollouts.group_ids
         ]
-    torch.testing.assert_close(loss.detach(), patch_means(apart, 2), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(loss[:, 0].detach(), apart.mean((1, 2, 3)), rtol=1e-9, atol=1e-12)
     loss.sum().backward()
     assert any(p.grad.abs().sum() > 0 for p in policy.module.network.parameters())
 
 
 def test_equivariance_compares_the_picture_of_a_turned_one_with_the_turned_picture():
-    """By hand, each row turned back by a search over all eight; a network without a direction has
-    none."""
-    policy = doubled(pixel_patches(consistency=Equivariance("l1")))
-    rollouts = sampled(policy, 1, 1, 1)
-    x = rollouts.shared["degraded"].double()
-    loss = consistency_of(policy, rollouts).detach()
-    choices = [policy.consistency.choice(prompt, is_square=True) for prompt in rollouts.prompts]
-    assert all(1 <= choice <= 7 for choice in choices)
-    seen = {policy.consistency.choice(Prompt("", None, draw=n), is_square=True) for n in range(60)}
-    assert seen == set(range(1, 8))
-    assert {
-        policy.consistency.choice(Prompt("", None, draw=n), is_square=False) for n in range(40)
-    } == {2, 4, 6}
-    with torch.no_grad():
-        for row, choice in enumerate(choices):
-            of_turned = policy.module.network(apply_symmetry(x[row], choice)[None])[0]
-            back = next(
-                apply_symmetry(of_turned, inverse)
-                for inverse in range(8)
-                if torch.equal(apply_symmetry(apply_symmetry(x[row], choice), inverse), x[row])
-            )
-            apart = (back - policy.module.network(x[row][None])[0]).abs()
-            torch.testing.assert_close(
-                loss[row], patch_means(apart[None], 2)[0], rtol=1e-9, atol=1e-12
-            )
+    """By hand: the loss of each row is that of one of the seven symmetries other than none, and all
+    seven come; an oblong image is only mirrored or turned by 180 degrees. A network without a
+    direction has none."""
+    policy = doubled(learned_pixels(consistency=equivariance, loss="l1"))
+    for size, fitting in ((8, {1, 2, 3, 4, 5, 6, 7}), (6, {2, 4, 6})):
+        x = picture(0)[:, :size]
+        one = [Request(Prompt("a", x, draw=draw), 1) for draw in range(40)]
+        loss = consistency_of(policy, policy.sample(one, SAMPLING, seed=0)).detach()[:, 0]
+        by_hand = {}
+        with torch.no_grad():
+            for turn in fitting:
+                of_turned = policy.module.network(apply_symmetry(x.double(), turn)[None])[0]
+                turned = apply_symmetry(policy.module.network(x.double()[None])[0], turn)
+                by_hand[turn] = float((of_turned - turned).abs().mean())
+        seen = {
+            min(fitting, key=lambda turn: abs(by_hand[turn] - value)) for value in loss.tolist()
+        }
+        nearest = [min(abs(value - hand) for hand in by_hand.values()) for value in loss.tolist()]
+        assert seen == fitting and max(nearest) <= 1e-9
     for layer in (policy.module.network.conv_in, policy.module.network.conv_out):
         layer.weight.data = (
             layer.weight.data.mean(dim=(-1, -2), keepdim=True).expand_as(layer.weight).contiguous()
         )
-    assert consistency_of(policy, rollouts).max() <= 1e-12
+    assert consistency_of(policy, sampled(policy, 1, 1, 1)).max() <= 1e-12
 
 
 def test_a_picture_degraded_again_is_compared_with_what_was_given():
@@ -187,7 +174,7 @@ def test_a_picture_degraded_again_is_compared_with_what_was_given():
             ]
         )
 
-    policy = doubled(controls(consistency=ToDegraded(degrade, "mse")))
+    policy = doubled(controls(consistency=to_degraded(degrade), loss="mse"))
     rollouts = sampled(policy)
     x = rollouts.shared["degraded"].double()
     with torch.no_grad():
@@ -198,7 +185,7 @@ def test_a_picture_degraded_again_is_compared_with_what_was_given():
     torch.testing.assert_close(
         consistency_of(policy, rollouts)[:, 0].detach(), by_hand, rtol=1e-9, atol=1e-12
     )
-    policy.consistency = ToDegraded(lambda pictures, asked: pictures[..., ::2, ::2])
+    policy.consistency = to_degraded(lambda pictures, asked: pictures[..., ::2, ::2])
     with pytest.raises(GruppoError, match=r"\[9, 3, 8, 8\] became \[9, 3, 4, 4\].*keeps the size"):
         consistency_of(policy, rollouts)
 
@@ -212,16 +199,13 @@ def case_of(make) -> Case:
     unscored."""
     policy = doubled(make())
     rollouts = sampled(policy)
-    reference, critic = ReferenceModel(policy), SharedCritic(policy)
+    reference = ReferenceModel(policy)
     disturb(reference.module, 0.01)
-    disturb(critic.module, 0.3)
-    return Case(policy, reference, critic, batch_of(policy, reference, rollouts, torch.float64))
+    return Case(policy, reference, None, batch_of(policy, reference, rollouts, torch.float64))
 
 
-PAIRS = [(pixel_patches, name) for name in PRESETS]
-PAIRS += [
-    (make, name) for make in (low_resolution, band_gains, controls) for name in ("grpo", "ppo")
-]
+PAIRS = [(learned_pixels, name) for name, preset in PRESETS.items() if not preset.has_critic]
+PAIRS += [(make, "grpo") for make in (low_resolution, band_gains, controls)]
 
 
 @pytest.fixture(params=PAIRS, ids=lambda pair: f"{pair[0].__name__}-{pair[1]}")
@@ -268,10 +252,10 @@ def test_on_the_policy_s_own_samples_every_surrogate_has_the_gradient_of_reinfor
 
 
 def test_actions_that_are_not_learned_from_may_hold_anything():
-    for make in (pixel_patches, band_gains):
+    for make in (learned_pixels, band_gains):
         case = case_of(make)
         rollouts, loss_mask = case.batch.rollouts, case.batch.loss_mask.clone()
-        loss_mask[2, 1] = loss_mask[4] = False
+        loss_mask[2] = loss_mask[4] = False
         batch = replace(case.batch, loss_mask=loss_mask)
         expected = learned(case, GRPO, Variant(batch, case.policy))[0]
         hole = loss_mask.reshape(*loss_mask.shape, 1, 1, 1)
@@ -287,42 +271,11 @@ def test_actions_that_are_not_learned_from_may_hold_anything():
         )
 
 
-@pytest.mark.parametrize("make", [pixel_patches, band_gains], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [learned_pixels, band_gains], ids=lambda make: make.__name__)
 def test_the_batch_reaches_both_sides_of_the_clip(make):
     case = case_of(make)
     _, stats = learned(case, GRPO, whole_update(case))
     assert 0 < stats["clip/high_frac"].mean < 1 and 0 < stats["clip/low_frac"].mean < 1
-
-
-# --- credit by patch ------------------------------------------------------------------------------
-
-
-def test_credit_by_patch_has_the_gradient_of_the_sum_with_less_noise():
-    """Pixel noise, a reward of each patch: E[sum_p r_p d log p_p] = E[(sum_p r_p) d log p]; by 4000
-    draws."""
-    policy = policy_of(PixelNoise(std=0.1), patches=2)
-    for parameter in policy.module.network.parameters():
-        parameter.requires_grad_(parameter is policy.module.network.conv_out.bias)
-    rollouts = policy.sample([Request(prompts(1)[0], 64)], SAMPLING, seed=0)
-    mean = (
-        policy.likelihood(rollouts, whole(rollouts, 0), outputs=("gaussian",))
-        .gaussian.mean[0]
-        .detach()
-    )  # [T, *E]
-    noise = torch.randn(4000, *mean.shape, generator=torch.Generator().manual_seed(0))
-    clean = to_columns(picture(50)[None], 2)[0]
-    rewards = -(mean + 0.1 * noise - clean).square().flatten(2).sum(-1)  # [draws, T]
-    rewards = rewards - rewards.mean(dim=0)
-    score = (noise / 0.1).sum(dim=(-1, -2))  # d log p_p / d bias, but for 0.3: [draws, T, C]
-    by_patch, by_sum = (
-        (rewards[..., None] * score).sum(1),
-        rewards.sum(1, keepdim=True) * score.sum(1),
-    )
-    exact = -2 * (mean - clean).sum(dim=(0, 2, 3))
-    for samples in (by_patch, by_sum):
-        error = samples.std(dim=0) / len(samples) ** 0.5
-        assert ((samples.mean(dim=0) - exact).abs() <= 4 * error).all()
-    assert (by_patch.var(dim=0) < 0.5 * by_sum.var(dim=0)).all()
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -357,7 +310,8 @@ def plain(images, **_):
 def test_gains_of_detail_learn_a_reward_without_a_gradient_and_the_network_rests():
     torch.manual_seed(0)
     action = BandGains(grid=2, std=0.15)
-    policy = policy_of(action, trains="action")
+    policy = policy_of(action)
+    policy.module.network.requires_grad_(False)
     before = {name: value.clone() for name, value in policy.module.network.state_dict().items()}
     config = Config(
         objective=replace(GRPO, clip_unit="nats", clip_low=1.0, clip_high=1.0),
@@ -451,12 +405,8 @@ def test_told_refuses_data_that_do_not_say_it(meta, message):
     assert policy.check_demonstration(replace(prompt, meta={"noise": 2, "blur": -1})) is None
 
 
-def test_told_refuses_an_action_that_tells_nothing_and_a_network_that_rests():
+def test_told_refuses_an_action_that_tells_nothing():
     with pytest.raises(GruppoError, match=r"'low_resolution' has none\. Set the action controls"):
         low_resolution(supervises="told")
     with pytest.raises(GruppoError, match="'controls' has none"):
         policy_of(Controls([Control("mix", 0, 1, 0.5)]), supervises="told")
-    with pytest.raises(
-        GruppoError, match="supervises='told' trains the network alone, and trains='action'"
-    ):
-        controls(supervises="told", trains="action")

@@ -5,44 +5,130 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gruppo.modalities.common.validation import refuse
+from gruppo.config.schema import IN_MEMORY, Config
+from gruppo.config.stages import learns_from_samples, values_of
+from gruppo.modalities.common.adapters import model_of
+from gruppo.modalities.common.validation import (
+    check_trust_region,
+    refuse,
+    refuse_unused_options,
+)
 from gruppo.protocols import (
     DemonstrationMixin,
     ImageDescriptionMixin,
     MemoryMixin,
+    Modality,
     Policy,
     PromptMixin,
+    PromptSource,
     ShardingMixin,
-    ValueHeadMixin,
+    peek,
 )
-from gruppo.types import Finish, GruppoError, Prompt, Request, Rollouts
+from gruppo.types import DataError, Finish, GruppoError, Prompt, Request, Rollouts
 
 
 class ImagePolicy(
     Policy,
     DemonstrationMixin,
-    ValueHeadMixin,
     ShardingMixin,
     PromptMixin,
     ImageDescriptionMixin,
     MemoryMixin,
 ):
-    """What policies with Gaussian actions and images as completions have in common."""
+    """Base class of policies with Gaussian actions and images as completions."""
 
-    likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian", "output", "values"})
+    likelihood_outputs = frozenset({"entropy", "entropy_value", "gaussian"})
+    batch_rows: ClassVar[int]
+    """Rows that are sampled together."""
+
+    def check_sampling(self, sampling: Any) -> Any:
+        """Raise GruppoError for options that do not apply to a normal distribution."""
+        if sampling.temperature not in (0, 1):
+            raise GruppoError(
+                f"temperature={sampling.temperature:g}: images are sampled at 1, or at 0 the mean",
+                advice="Set 1; $diffusion.eta and std=0.1 of $restoration.action set the noise",
+            )
+        if sampling.top_k or sampling.top_p != 1 or sampling.stop:
+            raise GruppoError(f"""top_k={sampling.top_k}, top_p={sampling.top_p:g} and
+                stop={sampling.stop!r} apply to tokens, and images have none. Leave them out.""")
+        return sampling
+
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> Float[Tensor, "P ..."]:
+        """Return what the network reads of each prompt."""
+        raise NotImplementedError
+
+    def sample_batch(self, batch: RowBatch, sampling: Any, seed: int) -> Rollouts:
+        """Sample the rows of a batch."""
+        raise NotImplementedError
+
+    def action_dims(self, prompt: Prompt) -> int:
+        """Return the number of dimensions of one action."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def sample(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
+        """Sample ``request.size`` images of each prompt; noise is addressed by (seed, draw, sample,
+        step)."""
+        sampling = self.check_sampling(sampling)
+        if not requests or any(request.size < 1 for request in requests):
+            raise ValueError("sample needs at least one request, each of size 1 or more.")
+        prompts = [request.prompt for request in requests]
+        refuse(*(self.check_prompt(prompt, sampling) for prompt in prompts))
+        self.module.eval()  # dropout would make sampling and scoring two functions
+        batches = row_batches(requests, self.encode_prompts(prompts), self.batch_rows)
+        return Rollouts.cat([self.sample_batch(batch, sampling, seed) for batch in batches])
 
 
-def check_requests(policy: Policy, requests: Sequence[Request], sampling: Any) -> None:
-    """Raise GruppoError for prompts that cannot be sampled from, ValueError without requests."""
-    if not requests or any(request.size < 1 for request in requests):
-        raise ValueError("sample needs at least one request, each of size 1 or more.")
-    refuse(*(policy.check_prompt(request.prompt, sampling) for request in requests))
+class ImageModality(Modality):
+    """Base class of modalities whose policies are image policies."""
+
+    rewards_read_images = is_gaussian = True
+    has_lengths = False
+    settings_file: ClassVar[str]
+    """File that marks the folder of a saved policy."""
+
+    has_consistency: ClassVar[bool] = False
+    """Whether images have a consistency term."""
+
+    def matches(self, model: str) -> bool:
+        return bool(model) and (Path(model_of(model)) / self.settings_file).is_file()
+
+    def validate(self, config: Config) -> None:
+        refuse_unused_options(config, self, has_consistency=self.has_consistency)
+        if other := [t for t in values_of(config, "temperature") if t != 1]:
+            raise GruppoError(
+                f"a stage's temperature of {other[0]:g}: images are sampled at 1",
+                advice="""Leave temperature out of the stages; $diffusion.eta and std=0.1 of
+                    $restoration.action set the noise""",
+            )
+        if config.model != IN_MEMORY and config.compute == "bfloat16" and not config.lora.rank:
+            raise GruppoError(
+                f"""compute='bfloat16' holds the base below adapters, and the weights of
+                    {config.model!r} are trained themselves""",
+                option="compute",
+                advice="float32, or $lora.rank with a pipeline of diffusers",
+            )
+
+    def check(
+        self, config: Config, policy: Any, sampling: Any, data: PromptSource, rewards: Any
+    ) -> None:
+        policy.check_sampling(sampling)
+        policy.check_sampling(sampling.greedy())
+        first = peek(data)
+        errors = [policy.check_prompt(prompt, sampling) for prompt in first]
+        if all(errors):
+            raise DataError(f"""none of the first {len(first)} prompts of {config.data!r} can be
+                used: {errors[0]}""")
+        if learns_from_samples(config):
+            usable = first[errors.index(None)]
+            check_trust_region(config.objective, policy.action_dims(usable))
 
 
 def image_error(
@@ -72,24 +158,22 @@ class RowBatch:
     """Rows that are sampled together."""
 
     prompts: tuple[Prompt, ...]
-    inputs: Tensor | None
-    """Encoded inputs [P, ...]; None for a network without conditions."""
+    inputs: Tensor
+    """Encoded prompts [P, ...]."""
     group_ids: Int[Tensor, "B"]
     """Index into ``prompts`` of each row."""
     addresses: list[tuple[int, int]]
     """Draw and sample index of each row: with the seed, all that its noise depends on."""
 
 
-def row_batches(
-    requests: Sequence[Request], inputs: Tensor | None, batch_rows: int
-) -> Iterator[RowBatch]:
+def row_batches(requests: Sequence[Request], inputs: Tensor, batch_rows: int) -> Iterator[RowBatch]:
     """Split requests into batches of at most ``batch_rows`` rows, in their order.
 
     Raises GruppoError if two prompts of one id and draw have different inputs: their rows would
     become one group.
     """
     known: dict[tuple[str, int], Tensor] = {}
-    for request, own in zip(requests, inputs if inputs is not None else (), strict=False):
+    for request, own in zip(requests, inputs, strict=True):
         prompt = request.prompt
         if not torch.equal(known.setdefault((prompt.id, prompt.draw), own), own):
             raise GruppoError(f"""two different prompts have the id {prompt.id!r} and the draw
@@ -99,11 +183,11 @@ def row_batches(
     samples = [request.first + n for request in requests for n in range(request.size)]
     for start in range(0, len(owners), batch_rows):
         rows = slice(start, start + batch_rows)
-        kept, group_ids = owners[rows].unique(return_inverse=True)
-        prompts = tuple(requests[p].prompt for p in kept.tolist())
+        selected, group_ids = owners[rows].unique(return_inverse=True)
+        prompts = tuple(requests[p].prompt for p in selected.tolist())
         draws = [prompts[p].draw for p in group_ids.tolist()]
         addresses = list(zip(draws, samples[rows], strict=True))
-        yield RowBatch(prompts, None if inputs is None else inputs[kept], group_ids, addresses)
+        yield RowBatch(prompts, inputs[selected], group_ids, addresses)
 
 
 def image_rollouts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -14,44 +14,46 @@ from torch import Tensor, nn
 from gruppo.integrity import check_seal, read_json
 from gruppo.types import GruppoError
 
+T = TypeVar("T")
+
 WEIGHTS = "model.safetensors"
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+
+
+def reason_of(error: Exception) -> str:
+    """The reason why a file cannot be read, on one line."""
+    return getattr(error, "strerror", None) or " ".join(str(error).split())
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Tensors of a file; GruppoError if it cannot be read."""
     try:
         return load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise GruppoError(f"""the weights {path} cannot be read: {reason}. Give a .safetensors file,
-            or a folder of policy.save.""") from None
+    except UNREADABLE as error:
+        raise GruppoError(f"""the weights {path} cannot be read: {reason_of(error)}. Give a
+            .safetensors file, or a folder of policy.save.""") from None
 
 
 def save_policy(folder: Path, settings: str, entries: dict[str, Any], module: nn.Module) -> None:
     """Write the weights of a module, and ``entries`` to the file ``settings``."""
-    weights = {
-        name: value.detach().cpu().contiguous().clone()
-        for name, value in module.state_dict().items()
-    }
+    state = module.state_dict().items()
+    weights = {name: value.detach().cpu().contiguous().clone() for name, value in state}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / WEIGHTS)
     (folder / settings).write_text(json.dumps(entries, indent=1), encoding="utf-8")
 
 
 def read_policy(
-    folder: Path, settings: str, kind: str, needs: Callable[[Any], object] = bool
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Settings and weights of a folder that ``policy.save`` wrote. ``needs`` reads the entries that
-    it must have."""
+    folder: Path, settings: str, kind: str, build: Callable[[dict[str, Any]], T]
+) -> tuple[T, dict[str, Tensor]]:
+    """What ``build`` makes of the settings in a folder that ``policy.save`` wrote, and the
+    weights."""
     check_seal(folder)
     try:
-        entries = read_json(folder / settings)
-        needs(entries)
-        return entries, load_file(folder / WEIGHTS)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise GruppoError(f"""{folder} holds no {kind}: {reason}. It needs {settings} and {WEIGHTS},
-            as policy.save(folder) writes them.""") from None
+        return build(read_json(folder / settings)), load_file(folder / WEIGHTS)
+    except UNREADABLE as error:
+        raise GruppoError(f"""{folder} holds no {kind}: {reason_of(error)}. It needs {settings} and
+            {WEIGHTS}, as policy.save(folder) of this version writes them.""") from None
 
 
 def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:

@@ -11,12 +11,21 @@ from gruppo.config.schema import Config
 from gruppo.config.stages import highest
 from gruppo.core.objective import Objective
 from gruppo.core.surrogates import MAX_LOG_RATIO
-from gruppo.protocols import Modality, Policy, PromptSource, peek
-from gruppo.types import DataError, GruppoError, Prompt
+from gruppo.protocols import Modality
+from gruppo.types import GruppoError
 
 ROUNDING_NATS = 3e-5
 """Times sqrt(dims): how far a joint log-ratio is off 0 in float32 at equal weights and a std of
 0.02."""
+TEXT_OPTIONS = {
+    "rollout.max_new_tokens": "applies to text; --diffusion.steps sets the denoising steps",
+    "objective.overlong": "penalizes long texts, and every image has as many steps",
+    "objective.mask_truncated": "leaves out truncated texts, and images are never truncated",
+    "critic.model": "has no effect: the critic of an image model is a head on its network",
+    "lora.load_in_4bit": "is an option of language models",
+    "environment.names": "is an environment that replies to texts",
+}
+"""Options that image models do not use, with the reason."""
 
 
 def refuse(*problems: str | None) -> None:
@@ -32,15 +41,15 @@ def changed_options(section: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
-TEXT_OPTIONS = (
-    ("rollout", "max_new_tokens", "applies to text; --diffusion.steps sets the denoising steps"),
-    ("objective", "overlong", "penalizes long texts, and every image has as many steps"),
-    ("objective", "mask_truncated", "leaves out truncated texts, and images are never truncated"),
-    ("critic", "model", "has no effect: the critic of an image model is a head on its network"),
-    ("lora", "load_in_4bit", "is of language models"),
-    ("environment", "names", "is an environment that replies to texts"),
-)
-"""Options that image models do not use: section, name, reason."""
+def refuse_changed(config: Config, names: Iterable[str], owner: str) -> None:
+    """Refuse options of the modality's section that only ``owner`` reads."""
+    section, model = config.modality, config.model
+    if section is None or not (changed := list(changed_options(section, names))):
+        return
+    option = f"{type(section).__name__.removesuffix('Config').lower()}.{changed[0]}"
+    raise GruppoError(
+        f"{option} is of {owner}, and {model!r} has its own", advice=f"Leave ${option} out"
+    )
 
 
 def refuse_unused_options(
@@ -49,12 +58,12 @@ def refuse_unused_options(
     """Refuse options of other modalities; ``has_consistency``: whether it has a consistency
     term."""
     options, model = config.modality, config.model
-    for section, name, reason in () if modality.has_lengths else TEXT_OPTIONS:
-        value = changed_options(getattr(config, section), [name])
-        if value:
+    for option, reason in {}.items() if modality.has_lengths else TEXT_OPTIONS.items():
+        section, _, name = option.partition(".")
+        if value := changed_options(getattr(config, section), [name]):
             raise GruppoError(
-                f"{section}.{name}={value[name]} {reason}, and {model!r} is an image model",
-                advice=f"Leave ${section}.{name} out",
+                f"{option}={value[name]} {reason}, and {model!r} is an image model",
+                advice=f"Leave ${option} out",
             )
     is_own = isinstance(options, modality.config_section or type(None))
     if options is not None and not is_own and options != type(options)():
@@ -65,24 +74,11 @@ def refuse_unused_options(
         )
     if not has_consistency and highest(config, "cons_coef"):
         raise GruppoError(
-            f"""a stage's cons_coef is above 0: consistency is of restored images, and {model!r}
-                    restores none""",
+            f"a stage's cons_coef is above 0: only restored images have a consistency, and "
+            f"{model!r} restores none",
             option="stage.cons_coef",
             advice="0; $stage.kl_coef holds any policy to its reference",
         )
-
-
-def check_first_prompts(
-    config: Config, policy: Policy, data: PromptSource, sampling: Any
-) -> list[Prompt]:
-    """Return the first prompts; raise DataError if none of them can be sampled from."""
-    first = peek(data)
-    errors = [policy.check_prompt(prompt, sampling) for prompt in first]
-    if all(errors):
-        raise DataError(
-            f"none of the first {len(first)} prompts of {config.data!r} can be used: {errors[0]}"
-        )
-    return first
 
 
 def joint_clip_nats(objective: Objective, dims: int) -> float:
@@ -104,9 +100,9 @@ def check_trust_region(objective: Objective, dims: int) -> None:
     is_ratio, nats = objective.clip_unit == "ratio", joint_clip_nats(objective, dims)
     least = 10 * ROUNDING_NATS * math.sqrt(dims)
     clip = f"objective.clip_high={objective.clip_high:g}"
-    fitting = math.expm1(1 / dims) if is_ratio else 1 / dims  # one nat of the joint density
     advice = "nats $objective.dims sum $objective.clip_low 1 $objective.clip_high 1"
     if objective.dims == "mean" and nats > MAX_LOG_RATIO:
+        fitting = math.expm1(1 / dims) if is_ratio else 1 / dims  # one nat of the joint density
         raise GruppoError(
             f"""{clip}{"" if is_ratio else " nats"} of a mean over {dims} dimensions lets the joint
                 log-ratio of a step reach {nats:.3g} nats: it never clips. At 0.2 the mean allows 12

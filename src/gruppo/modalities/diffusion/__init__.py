@@ -10,12 +10,12 @@ from gruppo.modalities.diffusion.pipelines import (
     add_adapter,
     load_diffusers,
 )
-from gruppo.modalities.diffusion.policy import DenoiserCritic, DenoiserPolicy
+from gruppo.modalities.diffusion.policy import DenoiserPolicy
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule
 from gruppo.modalities.diffusion.unet import DenoisingUNet
 
-__all__ = ["DIFFUSION", "ClassLabels", "DenoiserCritic", "DenoiserPolicy", "DenoisingUNet",
+__all__ = ["DIFFUSION", "ClassLabels", "DenoiserPolicy", "DenoisingUNet",
            "DiffusersPolicy", "DiffusionSampling", "DiffusionSchedule", "FlowSchedule",
            "PipelineSettings", "add_adapter", "check_trust_region", "load_denoiser",
            "load_diffusers"]  # fmt: skip

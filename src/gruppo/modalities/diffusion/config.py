@@ -15,7 +15,7 @@ class DiffusionConfig:
     steps: Annotated[int, Range(ge=2)] = 10
     """Denoising steps per sample; the last one is deterministic and not trained on."""
     transition: str = "ancestral"
-    """Sampler: ancestral, ddim, ddpm, ddpm_large, flow_sde, dance_sde or cps.
+    """Sampler: ancestral, ddim, flow_sde, dance_sde or cps.
 
     Flow models take ancestral, flow_sde, dance_sde or cps.
     """
@@ -37,17 +37,10 @@ class DiffusionConfig:
     """Fraction of these steps to train on, sampled per group."""
     eval_steps: Count = 0
     """Denoising steps in evaluation, which follows the ODE; 0 for the training value."""
-    path: Literal["flow", "diffusion"] = "flow"
-    """Noise schedule of a new network.
-
-    flow: x = (1 - t) x0 + t e. diffusion: x = sqrt(a) x0 + sqrt(1 - a) e.
-    """
     shift: Annotated[float, Range(gt=0)] = 1.0
-    """Timestep shift of a new flow model; above 1 gives noisy steps more weight."""
+    """Timestep shift of a new network; above 1 gives noisy steps more weight."""
     predicts: Literal["noise", "x0", "v", "velocity"] = "x0"
     """Prediction type of a new network."""
-    weighting: Literal["uniform", "clean"] = "clean"
-    """Weighting of a new network's denoising loss; clean is 1 / (sigma^2 + 0.05)."""
     dropped: Annotated[float, Range(ge=0, lt=1)] = 0.0
     """Probability of training a new network without the class, for guidance."""
     width: Annotated[int, Range(ge=8)] = 32

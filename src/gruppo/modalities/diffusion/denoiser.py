@@ -1,35 +1,42 @@
-"""A network with its schedule: from a state to the distribution of the next one, for sampling and
-scoring alike."""
+"""A network with its noise schedule: from a state to the distribution of the next one, for sampling
+and scoring."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gruppo.core.images import quantize
+from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.schedules import (
+    ODE,
     TRANSITIONS,
+    FlowSchedule,
     NoiseSchedule,
     PredictionType,
     StepLevels,
     broadcast,
+    prediction_target,
     split_prediction,
 )
-from gruppo.protocols import Outputs, device_of
-from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Rollouts
+from gruppo.protocols import device_of
+from gruppo.types import Gaussian, GruppoError, MicroBatch, Rollouts
 
 Weighting = Literal["uniform", "clean"]
 """Of the denoising loss: 1, or 1 / (sigma^2 + 0.05)."""
+MIN_ALPHA = 1e-3
+"""Least alpha at which a noise prediction determines x0 well enough: log-ratios stay within 1e-5
+nats per dimension."""
 
 
 class ConditionEncoder(Protocol):
-    """From a prompt's inputs to the condition that the network reads beside x and t."""
+    """From a prompt's inputs to the condition that the network reads besides x and t."""
 
     dropped: float
     """Fraction of demonstrations trained without their condition; 0 for a network without
@@ -40,6 +47,16 @@ class ConditionEncoder(Protocol):
     def encode(self, inputs: Any) -> Tensor:
         """Condition of one prompt; all have the same shape. Raises GruppoError for inputs that it
         cannot encode."""
+
+
+class NoCondition:
+    """Encoder for a network without conditions, which is called with None instead."""
+
+    dropped = 0.0
+    unconditional = torch.empty(0)
+
+    def encode(self, inputs: Any) -> Tensor:
+        return self.unconditional
 
 
 class ClassLabels:
@@ -56,21 +73,18 @@ class ClassLabels:
         """Class number as a long scalar []."""
         if isinstance(inputs, str) and inputs in self.names:
             inputs = self.names.index(inputs)
+        elif isinstance(inputs, str) and inputs.isdecimal():
+            inputs = int(inputs)
         if type(inputs) is not int or not 0 <= inputs < len(self.names):
-            raise GruppoError(
-                f"{inputs!r:.80} is no class of this network; it knows "
-                f"{', '.join(map(repr, self.names)):.200}. Use a name or its index."
-            )
+            known = ", ".join(map(repr, self.names))
+            raise GruppoError(f"""{inputs!r:.80} is no class of this network; it knows {known:.200}.
+                Use a name or its index.""")
         return torch.tensor(inputs)
 
 
-@dataclass
 class PixelCodec:
     """States are the images themselves, in [-1, 1]. A latent diffusion model overrides both
     methods."""
-
-    image_shape: tuple[int, ...]
-    """[C, H, W]"""
 
     def encode(self, image: Float[Tensor, "C H W"]) -> Tensor:
         """State of an image in [0, 1]; float32, on the CPU."""
@@ -82,19 +96,16 @@ class PixelCodec:
         return quantize((states + 1) / 2)
 
 
-# --- the network ---
-
-
 class ModuleCall:
     """How the network is called: module(x, times, condition), all in the module's dtype."""
 
     # Only the module and its inputs: a reference and a critic call other weights in the same way.
     def predict(
-        self, module: nn.Module, x: Tensor, times: Tensor, condition: Tensor | None
+        self, module: nn.Module, x: Tensor, times: Tensor, condition: Tensor
     ) -> Float[Tensor, "N ..."]:
         """Prediction of the shape of x. Inputs are float32 or wider; this method converts them."""
         dtype = next(module.parameters()).dtype
-        return module(x.to(dtype), times.to(dtype), condition)
+        return module(x.to(dtype), times.to(dtype), condition if condition.numel() else None)
 
     def pool(self, output: Any) -> Float[Tensor, "N F"]:
         """Features of each row from the output of the middle submodule, [N, F, ...]: the mean over
@@ -109,27 +120,29 @@ class Denoiser:
     module: nn.Module
     shape: tuple[int, ...]
     """Of a state."""
-    predicts: PredictionType
-    schedule: NoiseSchedule
-    condition: ConditionEncoder | None
-    codec: PixelCodec
-    middle: str
+    predicts: PredictionType = "x0"
+    schedule: NoiseSchedule = field(default_factory=FlowSchedule)
+    condition: ConditionEncoder = field(default_factory=NoCondition)
+    codec: PixelCodec = field(default_factory=PixelCodec)
+    middle: str = ""
     """Name of the submodule whose pooled output a value head reads; "" is the module itself."""
-    call: ModuleCall
+    call: ModuleCall = field(default_factory=ModuleCall)
 
-    def encode(self, inputs: Sequence[object]) -> Tensor | None:
-        """Conditions [P, ...] of prompts' inputs; None for a network without conditions."""
-        if self.condition is None:
-            return None
-        return torch.stack([self.condition.encode(one) for one in inputs])
+    def __post_init__(self) -> None:
+        known = get_args(PredictionType)
+        if self.predicts not in known:
+            raise GruppoError(f"predicts={self.predicts!r} is not one of {known}. Use 'x0'.")
+        alpha = float(self.schedule.level(self.schedule.times(1)[:1])[0])
+        if self.predicts == "noise" and alpha < MIN_ALPHA:
+            raise GruppoError(f"""predicts='noise' with a schedule that starts at alpha={alpha:.1g}
+                divides rounding errors by it; it needs at least {MIN_ALPHA:g}. Predict 'v',
+                'velocity' or 'x0', or use a DiffusionSchedule.""")
 
     def dummy_features(self) -> Float[Tensor, "1 F"]:
         """Features of a state of zeros, for their width and for what they depend on."""
         device = device_of(self.module)
         x = torch.zeros(1, *self.shape, device=device)
-        condition = None
-        if self.condition is not None:
-            condition = self.condition.unconditional[None].to(device)
+        condition = self.condition.unconditional[None].to(device)
         return self.predict(x, torch.ones(1, device=device), condition, features=True)[1]
 
     def levels(
@@ -143,11 +156,32 @@ class Denoiser:
         device = device_of(self.module)
         return StepLevels(*(level.to(device) for level in levels)), now.to(device)
 
+    def step(
+        self,
+        x: Float[Tensor, "N ..."],
+        columns: Int[Tensor, "N"],
+        sampling: DiffusionSampling,
+        condition: Tensor,
+        ids: Int[Tensor, "N"],
+        *,
+        is_ode: bool = False,
+        features: bool = False,
+    ) -> tuple[Gaussian, Float[Tensor, "N F"]]:
+        """The distribution of the state after step ``columns``, and features; sampling and scoring
+        both call this, so that a ratio starts at 1."""
+        levels, times = self.levels(sampling.steps, columns)
+        prediction, pooled = self.predict(
+            x, times, condition, sampling.guidance, ids, features=features
+        )
+        x0, noise = split_prediction(x, prediction, (levels.alpha, levels.sigma), self.predicts)
+        transition = ODE if is_ode else TRANSITIONS[sampling.transition]
+        return transition.step(x0, noise, levels, None if is_ode else sampling.eta), pooled
+
     def predict(
         self,
         x: Float[Tensor, "N ..."],
         times: Float[Tensor, "N"],
-        condition: Tensor | None,
+        condition: Tensor,
         guidance: float = 1.0,
         ids: Int[Tensor, "N"] | None = None,
         *,
@@ -164,11 +198,9 @@ class Denoiser:
         answers = None
         if ids is not None:
             kept, answers = distinct(x, times, ids)
-            x, times = x[kept], times[kept]
-            condition = None if condition is None else condition[kept]
+            x, times, condition = x[kept], times[kept], condition[kept]
         rows = len(x)
         if guidance != 1:
-            assert condition is not None and self.condition is not None  # see check_sampling
             empty = self.condition.unconditional.to(condition).expand_as(condition)
             x, times = x.repeat(2, *[1] * (x.ndim - 1)), times.repeat(2)
             condition = torch.cat([condition, empty])
@@ -180,10 +212,8 @@ class Denoiser:
         with hook:
             prediction = self.call.predict(self.module, x, times, condition)
         if prediction.shape != x.shape:
-            raise GruppoError(
-                f"the network returned {list(prediction.shape)} for states {list(x.shape)}. Return "
-                f"a tensor of that shape."
-            )
+            raise GruppoError(f"""the network returned {list(prediction.shape)} for states
+                {list(x.shape)}. Return a tensor of that shape.""")
         pooled = self.call.pool(outputs[0])[:rows] if features else prediction.new_zeros(rows, 0)
         if guidance != 1:
             conditional, unconditional = prediction.chunk(2)
@@ -196,7 +226,7 @@ def distinct(
 ) -> tuple[Int[Tensor, "n"], Int[Tensor, "N"]]:
     """Indices of the rows to evaluate, and for each row the place of its answer among them.
 
-    A row is that of the first one of its number if it is equal to it.
+    A row that equals the first one of its number is evaluated with it.
     """
     places: dict[int, int] = {}
     first = torch.tensor([places.setdefault(n, row) for row, n in enumerate(ids.tolist())])
@@ -225,8 +255,7 @@ class StepSelection:
         self.column = column + (micro_batch.cols.start or 0)
         group = rollouts.group_ids[self.row]
         self.ids = group * rollouts.mask.shape[1] + self.column  # one for each group and column
-        condition: Tensor | None = rollouts.shared.get("condition")
-        self.condition = None if condition is None else condition[group].to(self.device)
+        self.condition = rollouts.shared["condition"][group].to(self.device)
 
     def __len__(self) -> int:
         return len(self.row)
@@ -244,61 +273,44 @@ class StepSelection:
         states = torch.cat([self.rollouts.per_row["first"][:, None], self.rollouts.actions], dim=1)
         return states[self.row, self.column].to(self.device)
 
-    def settings(self) -> tuple[int, int, float, float]:
-        """Steps, transition, eta and guidance that the rows were sampled with; one forward scores
-        rows of one kind."""
-        names = ("steps", "transition", "eta", "guidance")
-        kinds = [self.rollouts.per_row[name][self.rows].double() for name in names]
-        if any(len(kind.unique()) > 1 for kind in kinds):
+    def sampling(self) -> DiffusionSampling:
+        """How the rows were sampled; one forward scores rows of one kind."""
+        kinds = self.rollouts.per_row["sampling"][self.rows]
+        if (kinds != kinds[0]).any():
             raise GruppoError("these rollouts mix several samplings; evaluate each kind apart.")
-        steps, transition, eta, guidance = (float(kind[0]) for kind in kinds)
-        return int(steps), int(transition), eta, guidance
+        return DiffusionSampling.of_row(kinds[0])
 
-    def normal(self, *, features: bool) -> tuple[Gaussian, Tensor, Tensor | None]:
-        """The distribution of each step, the x0 [N, ...] that the network predicts, and features
-        if requested."""
+    def normal(self, *, features: bool) -> tuple[Gaussian, Tensor | None]:
+        """The distribution of each step, and features if requested."""
         if not len(self):  # no network is called with an empty batch
-            x0 = torch.zeros(0, *self.denoiser.shape, dtype=torch.float64, device=self.device)
-            return Gaussian(x0, x0.new_zeros(0)), x0, None
-        steps, transition, eta, guidance = self.settings()
-        levels, times = self.denoiser.levels(steps, self.column)
-        x = self.states()
-        prediction, pooled = self.denoiser.predict(
-            x, times, self.condition, guidance, self.ids, features=features
+            mean = torch.zeros(0, *self.denoiser.shape, dtype=torch.float64, device=self.device)
+            return Gaussian(mean, mean.new_zeros(0)), None
+        return self.denoiser.step(
+            self.states(),
+            self.column,
+            self.sampling(),
+            self.condition,
+            self.ids,
+            features=features,
         )
-        level = (levels.alpha, levels.sigma)
-        x0, noise = split_prediction(x, prediction, level, self.denoiser.predicts)
-        return list(TRANSITIONS.values())[transition].step(x0, noise, levels, eta), x0, pooled
-
-    def features(self) -> Float[Tensor, "N F"] | None:
-        """Features under the condition alone: one evaluation, whatever the guidance."""
-        if not len(self):
-            return None
-        times = self.denoiser.levels(self.settings()[0], self.column)[1]
-        return self.denoiser.predict(
-            self.states(), times, self.condition, ids=self.ids, features=True
-        )[1]
 
 
-def demonstration_likelihood(steps: StepSelection, weighting: str, outputs: Outputs) -> Likelihood:
-    """Log-probs -w mean((prediction - truth)^2): of a normal with std (d / 2 w)^(1/2), without its
-    constant."""
+def denoising_loss(steps: StepSelection, weighting: Weighting) -> Float[Tensor, "b t"]:
+    """w mean((prediction - target)^2) over the dimensions of each demonstration; its negative is
+    the log-prob of a normal with std (d / 2 w)^(1/2), without its constant."""
     denoiser, per_row = steps.denoiser, steps.rollouts.per_row
     x0 = steps.of_rows(steps.rollouts.actions[:, 0]).double()
-    e = steps.of_rows(per_row["first"]).double()
+    noise = steps.of_rows(per_row["first"]).double()
     times = per_row["level"][steps.row]
     level = denoiser.schedule.level(times)
     alpha, sigma = (broadcast(one, x0) for one in level)
-    x = (alpha * x0 + sigma * e).float()  # as the network would see it in sampling
+    x = (alpha * x0 + sigma * noise).float()  # as the network would see it in sampling
     condition = steps.condition
-    if condition is not None and denoiser.condition is not None:
-        is_dropped = steps.of_rows(per_row["dropped"]).reshape(-1, *[1] * (condition.ndim - 1))
-        empty = denoiser.condition.unconditional.to(condition)
-        condition = torch.where(is_dropped, empty, condition)
+    is_dropped = steps.of_rows(per_row["dropped"]).reshape(-1, *[1] * (condition.ndim - 1))
+    empty = denoiser.condition.unconditional.to(condition)
+    condition = torch.where(is_dropped, empty, condition)
     prediction, _ = denoiser.predict(x, times.to(x.device), condition)
-    truths = {"noise": e, "x0": x0, "v": alpha * e - sigma * x0, "velocity": e - x0}
-    error = (prediction.double() - truths[denoiser.predicts]).square().flatten(1).mean(dim=1)
+    target = prediction_target(x0, noise, level, denoiser.predicts)
+    error = (prediction.double() - target).square().flatten(1).mean(dim=1)
     weight = 1 / (sigma.flatten().square() + 0.05) if weighting == "clean" else 1.0
-    predicted_x0 = split_prediction(x, prediction, level, denoiser.predicts)[0]
-    output = steps.scatter(predicted_x0) if "output" in outputs else None
-    return Likelihood(steps.scatter(-weight * error), output=output)
+    return steps.scatter(weight * error)

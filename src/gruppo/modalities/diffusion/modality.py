@@ -11,65 +11,49 @@ import torch
 from torch import nn
 
 from gruppo.config.schema import IN_MEMORY, Config
-from gruppo.config.stages import highest, learns_from_samples, values_of
+from gruppo.config.stages import highest
 from gruppo.modalities.common.adapters import model_of
+from gruppo.modalities.common.images import ImageModality
 from gruppo.modalities.common.state_dict import load_strictly, read_policy
-from gruppo.modalities.common.validation import (
-    changed_options,
-    check_first_prompts,
-    check_trust_region,
-    refuse_unused_options,
-)
+from gruppo.modalities.common.validation import changed_options, refuse_changed
 from gruppo.modalities.diffusion.config import DiffusionConfig
-from gruppo.modalities.diffusion.denoiser import ClassLabels
+from gruppo.modalities.diffusion.denoiser import ClassLabels, NoCondition
 from gruppo.modalities.diffusion.pipelines import DiffusersPolicy, add_adapter, load_diffusers
-from gruppo.modalities.diffusion.policy import SETTINGS, DenoiserCritic, DenoiserPolicy
+from gruppo.modalities.diffusion.policy import SETTINGS, DenoiserPolicy
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule
 from gruppo.modalities.diffusion.unet import DenoisingUNet
-from gruppo.protocols import Critic, Modality, Policy, PromptSource, peek
+from gruppo.protocols import Policy, PromptSource, peek
 from gruppo.types import DataError, GruppoError
 
 log = logging.getLogger("gruppo")
 
+NEW, HUB, INDEX = "unet", "diffusers:", "model_index.json"
 SAMPLING_OPTIONS = (
-    "transition",
-    "eta",
-    "guidance",
-    "noise",
-    "train_from",
-    "train_to",
-    "train_fraction",
+    *("transition", "eta", "guidance", "noise"),
+    *("train_from", "train_to", "train_fraction"),
 )
 """Options of ``DiffusionConfig`` and fields of ``DiffusionSampling``."""
-NEW, HUB, INDEX = "unet", "diffusers:", "model_index.json"
-NEW_OPTIONS = ("path", "shift", "predicts", "weighting", "dropped", "width")
+NEW_OPTIONS = ("shift", "predicts", "dropped", "width")
+"""Options of ``DiffusionConfig`` for a new network; a saved one has its own."""
 PIPELINE_OPTIONS = ("size", "embedded_guidance")
-"""Options of ``DiffusionConfig`` that are read for a new network, and for a pipeline of diffusers,
-alone."""
+"""Options of ``DiffusionConfig`` for a pipeline of diffusers."""
 
 
-class DiffusionModality(Modality):
+class DiffusionModality(ImageModality):
     """Networks that denoise: a new UNet, a saved denoiser, pipelines of diffusers."""
 
     name = "diffusion"
     config_section = DiffusionConfig
-    rewards_read_images, has_lengths, is_gaussian = True, False, True
+    settings_file = SETTINGS
 
     def matches(self, model: str) -> bool:
-        if model == NEW or is_pipeline(model):
-            return True
-        return bool(model) and (Path(model_of(model)) / SETTINGS).is_file()
+        return model == NEW or is_pipeline(model) or super().matches(model)
 
     def validate(self, config: Config) -> None:
-        self.sampling(config)  # raises for options that cannot be sampled and scored alike
-        refuse_unused_options(config, self)
-        model, chosen = config.model, config.section(DiffusionConfig)
-        if other := [t for t in values_of(config, "temperature") if t != 1]:
-            raise GruppoError(
-                f"a stage's temperature of {other[0]:g}: a denoising step has none but eta",
-                advice="Leave temperature out of the stages, and set $diffusion.eta",
-            )
+        super().validate(config)
+        self.sampling(config)  # raises for options that cannot be both sampled and scored
+        model = config.model
         if highest(config, "entropy_coef"):
             raise GruppoError(
                 """a stage's entropy_coef is above 0, and the entropy of a denoising step is fixed
@@ -77,32 +61,19 @@ class DiffusionModality(Modality):
                 option="stage.entropy_coef",
                 advice="0, and $diffusion.eta for more noise",
             )
-        if model != IN_MEMORY and config.compute == "bfloat16" and not config.lora.rank:
-            raise GruppoError(
-                f"""compute='bfloat16' holds the base below adapters, and the weights of {model!r}
-                    are trained themselves""",
-                option="compute",
-                advice="float32, or $lora.rank with a pipeline",
-            )
-        # a saved network has its own sizes and path, and none but a pipeline has a size to choose
-        unread = [*(() if model == NEW else NEW_OPTIONS)]
-        unread += () if is_pipeline(model) else PIPELINE_OPTIONS
-        if changed := list(changed_options(chosen, unread)):
-            owner = "a new network" if changed[0] in NEW_OPTIONS else "a pipeline of diffusers"
-            raise GruppoError(
-                f"diffusion.{changed[0]} is of {owner}, and {model!r} has its own",
-                advice=f"Leave $diffusion.{changed[0]} out",
-            )
+        if model != NEW:
+            refuse_changed(config, NEW_OPTIONS, "a new network")
+        if not is_pipeline(model):
+            refuse_changed(config, PIPELINE_OPTIONS, "a pipeline of diffusers")
 
     def open(self, config: Config, data: Any) -> tuple[Policy, dict[str, Any]]:
         policy: Policy
-        chosen = config.section(DiffusionConfig)
         if config.model == NEW:
             policy = new_denoiser(config, data)
         elif is_pipeline(config.model):
             dtype = torch.bfloat16 if config.compute == "bfloat16" else torch.float32
             policy = pipeline = load_diffusers(path_of(config.model), dtype=dtype)
-            changed = changed_options(chosen, PIPELINE_OPTIONS)
+            changed = changed_options(config.section(DiffusionConfig), PIPELINE_OPTIONS)
             if changed:  # the settings saved with the pipeline keep the others
                 policy = DiffusersPolicy(pipeline.pipeline, replace(pipeline.settings, **changed))
         else:
@@ -130,14 +101,7 @@ class DiffusionModality(Modality):
             )
         return policy
 
-    def load(
-        self,
-        model: str,
-        *,
-        compute: Any = "auto",
-        trust_remote_code: bool = False,
-        is_merged: bool = False,
-    ) -> Policy:
+    def load(self, model: str, **options: Any) -> Policy:
         load = load_diffusers if is_pipeline(model) else load_denoiser
         return load(path_of(model))
 
@@ -153,28 +117,14 @@ class DiffusionModality(Modality):
         return DiffusionSampling(**options)
 
     def check(
-        self, config: Config, policy: Policy, sampling: Any, data: PromptSource, rewards: Any
+        self, config: Config, policy: Any, sampling: Any, data: PromptSource, rewards: Any
     ) -> None:
-        assert isinstance(policy, DenoiserPolicy)
-        policy.check_sampling(sampling)
-        policy.check_sampling(sampling.greedy())
-        first = check_first_prompts(config, policy, data, sampling)
-        shapes = {tuple(p.target.shape) for p in first if isinstance(p.target, torch.Tensor)}
-        shape = tuple(policy.denoiser.codec.image_shape)
-        if shapes and shape not in shapes:
-            log.warning(
-                "the model samples images %s, and those of %s are %s.",
-                [*shape],
-                config.data,
-                [*min(shapes)],
-            )
+        super().check(config, policy, sampling, data, rewards)
         if config.model == NEW and not highest(config, "sup_coef"):
             log.warning(
                 "a new network samples gray images, and no stage has demonstrations: set --stages "
                 "supervised:2000,full, or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
             )
-        if learns_from_samples(config):
-            check_trust_region(config.objective, policy.dims)
         # A ratio of whole rows needs each row of denoising steps in one micro-batch.
         evaluations = (sampling.max_actions - 1) * (2 if sampling.guidance != 1 else 1)
         budget = config.optim.token_budget or policy.default_budgets[policy.device.type != "cpu"]
@@ -186,10 +136,6 @@ class DiffusionModality(Modality):
                 option="optim.token_budget",
                 advice=f"{evaluations}, or $objective.ratio token",
             )
-
-    def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:
-        assert isinstance(policy, DenoiserPolicy)
-        return None if config.critic.kind == "shared" else DenoiserCritic(policy)
 
 
 DIFFUSION = DiffusionModality()
@@ -225,22 +171,17 @@ def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
                 $model of your own""",
         )
     labels = ClassLabels([""] if first.inputs == "" else data.classes, dropped=chosen.dropped)
-    schedule: Any = DiffusionSchedule()
-    scale = 1.0  # the network's times span about 0 to 1000
-    if chosen.path == "flow":
-        schedule = FlowSchedule(chosen.shift)
-        scale = 1000.0
     shape = list(first.target.shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        module = DenoisingUNet(shape, len(labels.names), width=chosen.width, time_scale=scale)
+        module = DenoisingUNet(shape, len(labels.names), width=chosen.width)
     return DenoiserPolicy(
         module,
         shape,
         predicts=chosen.predicts,
-        schedule=schedule,
+        schedule=FlowSchedule(chosen.shift),
         condition=labels,
-        weighting=chosen.weighting,
+        weighting="clean",
         middle="middle",
     )
 
@@ -248,24 +189,19 @@ def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
 def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> DenoiserPolicy:
     """The policy that ``save`` wrote; a module other than ``DenoisingUNet`` is given, and gets the
     weights."""
-    folder = Path(folder)
-    settings, weights = read_policy(folder, SETTINGS, "denoiser")
-    try:
-        if module is None and settings["unet"]:
-            module = DenoisingUNet(**settings["unet"])
-        path, labels = dict(settings["path"]), settings["condition"]
-        schedule: Any = {"flow": FlowSchedule, "diffusion": DiffusionSchedule}[path.pop("kind")]
-        options = {name: settings[name] for name in ("shape", "predicts", "weighting", "middle")}
-        options |= {"schedule": schedule(**path), "condition": labels and ClassLabels(**labels)}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise GruppoError(
-            f"""{folder / SETTINGS} is damaged or of another version ({type(error).__name__}:
-                    {error})""",
-            advice="Save the model again with policy.save(folder), or give another $model",
-        ) from None
-    if module is None:
-        raise GruppoError(
-            f"{folder} holds the weights of a module of your own. Give load_denoiser that module."
-        )
-    load_strictly(module, weights, str(folder))
-    return DenoiserPolicy(module, **options)
+
+    def build(settings: dict[str, Any]) -> DenoiserPolicy:
+        network, labels, path = module, settings["condition"], settings["path"]
+        if network is None and settings["unet"]:
+            network = DenoisingUNet(**settings["unet"])
+        if network is None:
+            raise GruppoError(f"""{folder} holds the weights of a module of your own. Give
+                load_denoiser that module.""")
+        options = {name: settings[name] for name in ("predicts", "weighting", "middle")}
+        options["schedule"] = FlowSchedule(**path) if "shift" in path else DiffusionSchedule(path)
+        options["condition"] = ClassLabels(**labels) if labels else NoCondition()
+        return DenoiserPolicy(network, settings["shape"], **options)
+
+    policy, weights = read_policy(Path(folder), SETTINGS, "denoiser", build)
+    load_strictly(policy.module, weights, str(folder))
+    return policy

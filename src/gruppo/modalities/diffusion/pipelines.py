@@ -19,10 +19,9 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from gruppo.integrity import check_seal, read_json
 from gruppo.loading import import_extra
 from gruppo.modalities.common import lora
-from gruppo.modalities.diffusion.denoiser import ModuleCall, PixelCodec, Weighting
+from gruppo.modalities.diffusion.denoiser import ModuleCall, PixelCodec
 from gruppo.modalities.diffusion.policy import DenoiserPolicy
-from gruppo.modalities.diffusion.sampling import DiffusionSampling
-from gruppo.modalities.diffusion.schedules import SchedulerDiffusion, SchedulerFlow
+from gruppo.modalities.diffusion.schedules import DiffusionSchedule, SchedulerFlow
 from gruppo.types import GruppoError, Prompt, Sampling
 
 SETTINGS = "gruppo.json"
@@ -37,14 +36,12 @@ class PipelineSettings:
     size: tuple[int, int] | None = None
     """Height and width of images in pixels; None takes what the network was trained for."""
     embedded_guidance: float = 3.5
-    """Distilled guidance scale that FLUX dev reads, in sampling and scoring alike. It is not
+    """Distilled guidance scale that FLUX dev reads, in sampling and scoring. It is not
     classifier-free."""
     caption_tokens: int = 0
     """Sequence length of a T5 encoder; 0 takes the pipeline's own: 256 for SD3, 512 for FLUX."""
     dropped: float = 0.1
     """Share of demonstrations trained without their caption; 0 for FLUX."""
-    weighting: Weighting = "uniform"
-    """Weighting of the denoising loss."""
 
 
 class StableDiffusion(ModuleCall):
@@ -58,8 +55,9 @@ class StableDiffusion(ModuleCall):
     has_guidance = True
     """Whether it can be used without a caption."""
     embeddings = slice(0, 3, 2)
-    """Hidden states and pooled embeddings, where there are any, in what ``encode_prompt``
-    returns."""
+    """Hidden states and pooled embeddings, if there are any, in what ``encode_prompt`` returns."""
+    middle = "mid_block"
+    schedule: DiffusionSchedule | SchedulerFlow
     shapes: list[torch.Size]
     """Of the embeddings, which a condition holds flattened and concatenated."""
 
@@ -67,29 +65,19 @@ class StableDiffusion(ModuleCall):
         self.pipeline = pipeline
         self.size = size
         self.patch = pipeline.vae_scale_factor
-        self.middle = "mid_block"
         self.latent_channels = pipeline.unet.config.in_channels
-        self.schedule: SchedulerDiffusion | SchedulerFlow = SchedulerDiffusion(pipeline.scheduler)
+        self.schedule = DiffusionSchedule(pipeline.scheduler)
 
     def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: list[Tensor]) -> Tensor:
         added = None
         if len(embeddings) > 1:  # Stable Diffusion XL: original size, crop and target size
             sizes = x.new_tensor([*self.size, 0, 0, *self.size]).expand(len(x), -1)
             added = {"text_embeds": embeddings[1], "time_ids": sizes}
-        return module(
-            x,
-            times,
-            encoder_hidden_states=embeddings[0],
-            added_cond_kwargs=added,
-            return_dict=False,
-        )[0]
+        return module(x, times, encoder_hidden_states=embeddings[0], added_cond_kwargs=added).sample
 
-    def predict(
-        self, module: nn.Module, x: Tensor, times: Tensor, condition: Tensor | None
-    ) -> Tensor:
+    def predict(self, module: nn.Module, x: Tensor, times: Tensor, condition: Tensor) -> Tensor:
         """Prediction in float32 or wider, so that guidance is not rounded; times are not rounded
         either."""
-        assert condition is not None
         dtype = next(module.parameters()).dtype
         parts = condition.to(dtype).split([shape.numel() for shape in self.shapes], dim=1)
         pairs = zip(parts, self.shapes, strict=True)
@@ -111,7 +99,6 @@ class StableDiffusion3(StableDiffusion):
     def __init__(self, pipeline: Any, settings: PipelineSettings, size: tuple[int, int]) -> None:
         transformer, config = pipeline.transformer, pipeline.scheduler.config
         self.pipeline = pipeline
-        self.size = size
         self.middle = f"transformer_blocks.{len(transformer.transformer_blocks) // 2}"
         self.guidance = settings.embedded_guidance
         self.patch = pipeline.vae_scale_factor * transformer.config.patch_size * self.packing
@@ -129,15 +116,14 @@ class StableDiffusion3(StableDiffusion):
             timestep=times * float(self.pipeline.scheduler.config.num_train_timesteps),
             encoder_hidden_states=embeddings[0],
             pooled_projections=embeddings[1],
-            return_dict=False,
-        )[0]
+        ).sample
 
     def pool(self, output: tuple[Tensor, Tensor]) -> Float[Tensor, "N F"]:
         return output[1].mean(dim=1)  # text tokens, image tokens
 
 
 class Flux(StableDiffusion3):
-    """A transformer over 2 x 2 patches of latents; it reads sigma, and a guidance scale where it is
+    """A transformer over 2 x 2 patches of latents; it reads sigma, and a guidance scale if it is
     distilled."""
 
     has_guidance, max_shift, packing = False, 1.15, 2
@@ -160,8 +146,7 @@ class Flux(StableDiffusion3):
             pooled_projections=embeddings[1],
             txt_ids=places.new_zeros(embeddings[0].shape[1], 3),
             img_ids=places,
-            return_dict=False,
-        )[0]
+        ).sample
         return pixel_shuffle(prediction.transpose(1, 2).unflatten(2, sides), 2)
 
 
@@ -218,16 +203,10 @@ class VaeCodec(PixelCodec):
     """States are latents, scaled and shifted as the VAE's config says. Images are decoded one at a
     time."""
 
-    def __init__(self, vae: Any, image_shape: tuple[int, ...]) -> None:
-        super().__init__(image_shape)
-        self._vae, config = vae, vae.config
-        if vae.dtype == torch.float16 and config.get("force_upcast"):
-            vae.float()  # SDXL's overflows in float16
-        self._scale = torch.tensor(float(config.scaling_factor))
-        self._shift = torch.tensor(float(config.get("shift_factor") or 0))
-        if config.get("latents_mean") and config.get("latents_std"):
-            self._shift = torch.tensor(config.latents_mean).reshape(-1, 1, 1)
-            self._scale = self._scale / torch.tensor(config.latents_std).reshape(-1, 1, 1)
+    def __init__(self, vae: Any) -> None:
+        self._vae = vae
+        self._scale = float(vae.config.scaling_factor)
+        self._shift = float(vae.config.get("shift_factor") or 0)
 
     @torch.no_grad()
     def encode(self, image: Tensor) -> Float[Tensor, "c h w"]:
@@ -254,7 +233,7 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
     the network itself. Prompts are captions, each encoded once. Images are decoded one at a time.
     """
 
-    batch_rows, default_budgets = 8, (8, 8)
+    batch_rows, default_budgets = 4, (8, 8)
     saves_base = True
 
     def __init__(self, pipeline: Any, settings: PipelineSettings | None = None) -> None:
@@ -266,14 +245,19 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
         network, scale = getattr(pipeline, kind.network), pipeline.vae_scale_factor
         size = settings.size or default_size(pipeline, network)
         architecture = kind(pipeline, settings, size)
-        channels, vae_channels = architecture.latent_channels, pipeline.vae.config.latent_channels
+        channels, vae = architecture.latent_channels, pipeline.vae
         if any(side < 1 or side % architecture.patch for side in size):
             raise GruppoError(f"""size={size[0]} x {size[1]} does not fit the pipeline; both sides
                 need to be multiples of {architecture.patch}. Set such a size.""")
-        if channels != vae_channels or network.config.get("time_cond_proj_dim"):
+        if (
+            channels != vae.config.latent_channels
+            or network.config.get("time_cond_proj_dim")
+            or vae.config.get("latents_mean")
+        ):
             raise GruppoError(f"""the network reads {channels} channels and the VAE has
-                {vae_channels}, or it reads a guidance: a model for inpainting or editing, or a
-                latent consistency model. Give a pipeline of text to image.""")
+                {vae.config.latent_channels}, or it reads a guidance, or the VAE's latents are
+                normalized by channel: a model for inpainting or editing, or a latent consistency
+                model. Give a pipeline of text to image.""")
         if lora.has_adapter(network) and not hasattr(network, "gruppo_base"):
             raise GruppoError("""the pipeline has LoRA weights loaded. Call its fuse_lora() and
                 unload_lora_weights() first.""")
@@ -288,23 +272,15 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
             predicts=architecture.schedule.predicts,
             schedule=architecture.schedule,
             condition=CaptionEncoder(architecture, settings),
-            weighting=settings.weighting,
             middle=architecture.middle,
             call=architecture,
-            codec=VaeCodec(pipeline.vae, (3, *size)),
+            codec=VaeCodec(vae),
         )
+        self.image_shape = (3, *size)
 
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
         """Why this prompt cannot be sampled from, or None; a caption is not encoded for it."""
         return None if isinstance(prompt.inputs, str) else super().check_prompt(prompt, sampling)
-
-    def check_sampling(self, sampling: Sampling) -> DiffusionSampling:
-        sampling = DiffusionSampling.of(sampling)
-        if sampling.guidance != 1 and not self.architecture.has_guidance:
-            raise GruppoError(f"""guidance={sampling.guidance:g} is classifier-free, and FLUX reads
-                its guidance as a number. Set guidance 1, and
-                PipelineSettings(embedded_guidance={sampling.guidance:g}).""")
-        return super().check_sampling(sampling)
 
     def to(self, device: torch.device) -> None:
         self.pipeline.to(device)
@@ -320,13 +296,12 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
         """Write a pipeline that ``diffusers.DiffusionPipeline.from_pretrained`` opens, with the
         trained weights.
 
-        Adapters are merged into a copy of the network, and also saved apart for
+        Adapters are merged into a copy of the network, and also saved by themselves for
         ``pipeline.load_lora_weights(folder)`` on the base. ``load_diffusers`` opens the folder as a
         policy.
         """
         own: Any = self.module
-        name = self.architecture.network
-        module = own
+        name, module = self.architecture.network, own
         if lora.has_adapter(own):
             module = copy.deepcopy(own)
             lora.merge(module)
@@ -377,7 +352,7 @@ def load_diffusers(
         pipeline = diffusers.DiffusionPipeline.from_pretrained(
             str(name),
             dtype=dtype,
-            use_safetensors=True,  # without it, pickles are read where there are no others
+            use_safetensors=True,  # without it, pickles are read if there are no others
             **without,
         )
     except (OSError, ValueError, AttributeError, ImportError, RecursionError) as error:
@@ -395,29 +370,13 @@ def load_diffusers(
     return DiffusersPolicy(pipeline, settings)
 
 
-def add_adapter(
-    policy: DiffusersPolicy,
-    *,
-    rank: int,
-    alpha: float,
-    targets: Sequence[str] = (),
-    seed: int = 0,
-    base: str = "",
-) -> None:
+def add_adapter(policy: DiffusersPolicy, **options: Any) -> None:
     """Add a LoRA adapter to linear layers of the network and freeze everything else; outputs do not
     change yet.
 
-    ``targets``: names of layers, or their last parts; all projections of attention by default. The
-    base keeps its dtype, and adapters are at least float32.
+    ``options``: those of ``lora.inject``; the layers are all projections of attention by default.
+    The base keeps its dtype, and adapters are at least float32.
     """
     dtype = policy.compute_dtype
-    lora.inject(
-        policy.module,
-        rank=rank,
-        alpha=alpha,
-        targets=targets,
-        default_targets=policy.architecture.targets,
-        seed=seed,
-        base=base,
-    )
+    lora.inject(policy.module, default_targets=policy.architecture.targets, **options)
     lora.cast_base(policy.module, dtype)

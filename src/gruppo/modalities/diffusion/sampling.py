@@ -1,5 +1,4 @@
-"""Sampling from a denoiser: options, the noise of each step by its address, and the loop over
-steps."""
+"""Options of sampling from a denoiser, and the noise and the trained steps by their addresses."""
 
 from __future__ import annotations
 
@@ -10,13 +9,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from gruppo.core.distributions import gaussian_logprob
-from gruppo.modalities.common.images import RowBatch, image_rollouts
-from gruppo.modalities.diffusion.denoiser import Denoiser
-from gruppo.modalities.diffusion.schedules import ODE, TRANSITIONS, broadcast, split_prediction
-from gruppo.protocols import device_of
+from gruppo.modalities.diffusion.schedules import TRANSITIONS
 from gruppo.seeds import generator_at
-from gruppo.types import GruppoError, Rollouts, Sampling
+from gruppo.types import GruppoError, Sampling
 
 
 @dataclass(frozen=True)
@@ -52,23 +47,13 @@ class DiffusionSampling(Sampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.transition not in TRANSITIONS:
+            raise GruppoError(f"""transition={self.transition!r} is unknown; transition is one of
+                {", ".join(TRANSITIONS)}""")
+        limit = TRANSITIONS[self.transition].max_eta
+        if self.eta is not None and not 0 < self.eta <= limit:
             raise GruppoError(
-                f"transition={self.transition!r} is unknown; transition is one of "
-                f"{', '.join(TRANSITIONS)}"
-            )
-        if self.temperature not in (0, 1):
-            raise GruppoError(
-                f"temperature={self.temperature}: a denoising step has no temperature",
-                advice="Set 1, and $diffusion.eta for its noise; 0 is the ODE",
-            )
-        if self.top_k or self.top_p != 1 or self.stop:
-            raise GruppoError(f"""top_k={self.top_k}, top_p={self.top_p:g} and stop={self.stop!r}
-                apply to tokens. Leave them out.""")
-        etas = TRANSITIONS[self.transition].etas
-        if self.eta is not None and not (etas and etas.contains(self.eta)):
-            raise GruppoError(
-                f"eta={self.eta} does not fit transition={self.transition!r}; it needs to be "
-                f"{etas or 'left out'}",
+                f"""eta={self.eta} does not fit transition={self.transition!r}; it needs to be above
+                    0 and at most {limit:g}""",
                 advice="At eta 0 there is no density: the ODE is for evaluation, temperature 0",
             )
         first, last = self.window
@@ -87,6 +72,21 @@ class DiffusionSampling(Sampling):
             return sampling
         return DiffusionSampling(**vars(sampling))
 
+    def to_row(self) -> Float[Tensor, "4"]:
+        """What scoring needs to know, as rollouts store it."""
+        transition = TRANSITIONS[self.transition]
+        index = list(TRANSITIONS).index(self.transition)
+        eta = self.eta or transition.eta
+        return torch.tensor([self.steps, index, eta, self.guidance], dtype=torch.float64)
+
+    @staticmethod
+    def of_row(row: Float[Tensor, "4"]) -> DiffusionSampling:
+        steps, index, eta, guidance = row.tolist()
+        name = list(TRANSITIONS)[int(index)]
+        return DiffusionSampling(
+            max_actions=int(steps), transition=name, eta=eta, guidance=guidance
+        )
+
     @property
     def steps(self) -> int:
         return self.max_actions if self.temperature else self.ode_steps or self.max_actions
@@ -95,9 +95,6 @@ class DiffusionSampling(Sampling):
     def window(self) -> tuple[int, int]:
         """First step that may be trained, and the step before which training ends."""
         return self.train_from, self.train_to or self.max_actions - 1
-
-
-# --- noise and its addresses ----------------------------------------------------------------------
 
 
 def branch_step(sampling: DiffusionSampling, seed: int, draw: int) -> int:
@@ -113,7 +110,7 @@ def step_noise(
     shape: tuple[int, ...],
     step: int | None,
 ) -> Float[Tensor, "B ..."]:
-    """Standard normal noise of a step for rows of (draw, sample); of the initial latents where
+    """Standard normal noise of a step for rows of (draw, sample); of the initial latents if
     ``step`` is None."""
     noise = []
     for draw, sample in rows:
@@ -132,69 +129,13 @@ def trained_steps(sampling: DiffusionSampling, seed: int, draw: int) -> Bool[Ten
     """The steps of a group that are trained: one where its samples part, else a share of a range;
     none of the ODE."""
     chosen = torch.zeros(sampling.steps, dtype=torch.bool)
-    if sampling.temperature and sampling.noise == "branched":
-        chosen[branch_step(sampling, seed, draw)] = True
-    elif sampling.temperature:
-        first, last = sampling.window
+    if not sampling.temperature:
+        return chosen
+    first, last = sampling.window
+    trained = torch.tensor([branch_step(sampling, seed, draw)])
+    if sampling.noise != "branched":
         count = max(round(sampling.train_fraction * (last - first)), 1)
-        order = torch.randperm(last - first, generator=generator_at(seed, "trained steps", draw))
-        chosen[first + order[:count]] = True
+        generator = generator_at(seed, "trained steps", draw)
+        trained = first + torch.randperm(last - first, generator=generator)[:count]
+    chosen[trained] = True
     return chosen
-
-
-# --- the loop over steps --------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def sample_batch(
-    denoiser: Denoiser, batch: RowBatch, sampling: DiffusionSampling, seed: int
-) -> Rollouts:
-    """Rollouts of a batch of rows, with all that scoring needs to know about how they were
-    sampled."""
-    groups = batch.group_ids
-    size = (len(groups),)
-    transition = TRANSITIONS[sampling.transition]
-    eta = sampling.eta or transition.eta
-    per_row = {
-        "first": step_noise(sampling, seed, batch.addresses, denoiser.shape, None),
-        "steps": torch.full(size, sampling.steps),
-        "transition": torch.full(size, list(TRANSITIONS).index(sampling.transition)),
-        "eta": torch.full(size, eta, dtype=torch.float64),
-        "guidance": torch.full(size, sampling.guidance, dtype=torch.float64),
-    }
-    device = device_of(denoiser.module)
-    condition = None if batch.inputs is None else batch.inputs[groups].to(device)
-    x = per_row["first"].to(device)
-    states, logprobs = [], []
-    for column in range(sampling.steps):
-        levels, times = denoiser.levels(sampling.steps, torch.full_like(groups, column))
-        prediction, _ = denoiser.predict(x, times, condition, sampling.guidance, groups)
-        level = (levels.alpha, levels.sigma)
-        x0, noise = split_prediction(x, prediction, level, denoiser.predicts)
-        if sampling.temperature and column < sampling.steps - 1:
-            normal = transition.step(x0, noise, levels, eta)
-            new = step_noise(sampling, seed, batch.addresses, denoiser.shape, column)
-            # the log-prob is that of the float32 state, as it is stored
-            x = (normal.mean + broadcast(normal.std, x) * new.to(normal.mean)).float()
-            nats = gaussian_logprob(x[None], normal.mean[None], normal.std[None])[0]
-        else:
-            x = ODE.step(x0, noise, levels).mean.float()
-            nats = torch.zeros(size, dtype=torch.float64)
-        states.append(x.cpu())
-        logprobs.append(nats.cpu())
-    actions = torch.stack(states, dim=1)  # [B, T, *E]
-    is_finite = actions.isfinite().flatten(1).all(dim=1)
-    trained = torch.stack([trained_steps(sampling, seed, p.draw) for p in batch.prompts])  # [P, T]
-    mask = trained[groups] & is_finite[:, None]  # a row that is not finite is not trained on
-    return image_rollouts(
-        batch.prompts,
-        actions,
-        denoiser.codec.decode(actions[:, -1].nan_to_num()),
-        shared={} if batch.inputs is None else {"condition": batch.inputs},
-        per_row=per_row,
-        group_ids=groups,
-        logprobs=torch.where(mask, torch.stack(logprobs, dim=1), 0),
-        mask=mask,
-        is_finite=is_finite,
-        temperature=float(sampling.temperature),
-    )

@@ -2,8 +2,7 @@
 
 A noise level is x = alpha x0 + sigma e with e standard normal: alpha^2 + sigma^2 = 1 for diffusion,
 where the papers write a = alpha^2, and alpha = 1 - t, sigma = t for flow matching. A transition
-gives the mean and std of the step to the next, less noisy level. Sampling and scoring call the same
-function, so that a ratio starts at 1.
+gives the mean and std of the step to the next, less noisy level.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gruppo.config.options import Range
 from gruppo.loading import import_extra
 from gruppo.types import Gaussian, GruppoError
 
@@ -39,6 +37,11 @@ class FlowSchedule:
     shift: float = 1.0
     is_flow = True
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """Arguments of the constructor, as JSON."""
+        return {"shift": self.shift}
+
     def times(self, steps: int) -> Float[Tensor, "steps+1"]:
         """Times of a sampler, from pure noise to clean data; float64."""
         times = self._shifted(torch.linspace(1, 0, steps + 1, dtype=torch.float64))
@@ -56,71 +59,21 @@ class FlowSchedule:
         return self.shift * t / (1 + (self.shift - 1) * t)
 
 
-@dataclass
 class DiffusionSchedule:
-    """Variance preserving: x = sqrt(a) x0 + sqrt(1 - a) e, a = cumprod(1 - beta) at a time 0 ..
-    length - 1.
-
-    Clean data are at time -1. ``linear``: betas of Ho et al. 2020 (arXiv 2006.11239).
-    ``scaled_linear``: Stable Diffusion's, linear in sqrt(beta) from 0.00085 to 0.012. ``cosine``:
-    Nichol & Dhariwal 2021 (arXiv 2102.09672), eq. 17. Sampler times are evenly spaced from the
-    noisiest one ("trailing", Lin et al. 2023, arXiv 2305.08891).
-    """
-
-    betas: Literal["linear", "scaled_linear", "cosine"] = "linear"
-    length: int = 1000
-    is_flow = False
-
-    def __post_init__(self) -> None:
-        share = torch.linspace(0, 1, self.length + 1, dtype=torch.float64)
-        if self.betas == "cosine":
-            cumprod = ((share + 0.008) / 1.008 * math.pi / 2).cos().square()
-            betas = (1 - cumprod[1:] / cumprod[:-1]).clamp(max=0.999)
-        elif self.betas == "linear":
-            betas = torch.linspace(1e-4, 0.02, self.length, dtype=torch.float64)
-        else:
-            roots = torch.linspace(0.00085**0.5, 0.012**0.5, self.length, dtype=torch.float64)
-            betas = roots.square()
-        self.alphas_cumprod = torch.cat([torch.ones_like(betas[:1]), (1 - betas).cumprod(0)])
-        """a at the times -1, 0, 1, ..."""
-
-    def times(self, steps: int) -> Float[Tensor, "steps+1"]:
-        """Times of a sampler, from pure noise to clean data; float64."""
-        if steps > self.length:
-            raise GruppoError(
-                f"{steps} steps are more than the {self.length} times of the schedule. Set fewer "
-                f"steps."
-            )
-        return (self.length * torch.linspace(1, 0, steps + 1, dtype=torch.float64)).round() - 1
-
-    def level(self, times: Float[Tensor, "b"]) -> Level:
-        alphas_cumprod = self.alphas_cumprod[times.long() + 1]
-        return alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt()
-
-    def training_times(self, uniforms: Float[Tensor, "b"]) -> Float[Tensor, "b"]:
-        """Times of denoising training, from uniforms in [0, 1)."""
-        return (uniforms.double() * self.length).floor()
-
-
-NoiseSchedule = FlowSchedule | DiffusionSchedule
-
-
-# --- schedulers of diffusers ----------------------------------------------------------------------
-
-
-class SchedulerDiffusion(DiffusionSchedule):
-    """Betas, spacing and final level of a ``diffusers`` scheduler; steps are DDIM's, whatever the
-    pipeline's solver.
+    """Variance preserving: x = sqrt(a) x0 + sqrt(1 - a) e, with the a = cumprod(1 - beta) of a
+    scheduler of diffusers, or of its config.
 
     Times are the scheduler's own, then -1: clean data, where ``set_alpha_to_one`` says whether
-    noise remains. A step goes to the next time of the list, also where ``DDIMScheduler.step``
+    noise remains. Steps are those of ``TRANSITIONS``, whatever the scheduler's solver, and x0 is
+    never clipped. A step goes to the next time of the list, also where ``DDIMScheduler.step``
     rounds to another one (a number of steps that does not divide the times, or "linspace" spacing).
-    x0 is never clipped.
     """
 
+    is_flow = False
+
     def __init__(self, scheduler: Any) -> None:
-        diffusers = import_extra("diffusers", "diffusion", "an image pipeline")
-        config = scheduler.config
+        diffusers = import_extra("diffusers", "diffusion", "a diffusion schedule")
+        config = getattr(scheduler, "config", scheduler)
         kinds: dict[str, PredictionType]
         kinds = {"epsilon": "noise", "v_prediction": "v", "sample": "x0"}
         kind = config.get("prediction_type", "epsilon")
@@ -130,16 +83,28 @@ class SchedulerDiffusion(DiffusionSchedule):
                 DDIMScheduler of its own config.""")
         self.predicts = kinds[kind]
         self._scheduler = diffusers.DDIMScheduler.from_config(config)
-        super().__init__(length=int(self._scheduler.config.num_train_timesteps))
+        self.config = dict(self._scheduler.config)
         final = self._scheduler.final_alpha_cumprod.reshape(1)
-        # in place of named betas
         self.alphas_cumprod = torch.cat([final, self._scheduler.alphas_cumprod]).double()
+        """a at the times -1, 0, 1, ..."""
 
     def times(self, steps: int) -> Float[Tensor, "steps+1"]:
-        super().times(steps)  # raises for more steps than there are times
+        """Times of a sampler, from pure noise to clean data; float64."""
+        length = len(self.alphas_cumprod) - 1
+        if steps > length:
+            raise GruppoError(f"""{steps} steps are more than the {length} times of the schedule.
+                Set fewer steps.""")
         self._scheduler.set_timesteps(steps)
         times = self._scheduler.timesteps.double().cpu()
         return torch.cat([times, times.new_full((1,), -1)])
+
+    def level(self, times: Float[Tensor, "b"]) -> Level:
+        alphas_cumprod = self.alphas_cumprod[times.long() + 1]
+        return alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt()
+
+    def training_times(self, uniforms: Float[Tensor, "b"]) -> Float[Tensor, "b"]:
+        """Times of denoising training, from uniforms in [0, 1)."""
+        return (uniforms.double() * (len(self.alphas_cumprod) - 1)).floor()
 
 
 class SchedulerFlow(FlowSchedule):
@@ -160,7 +125,7 @@ class SchedulerFlow(FlowSchedule):
         super().__init__(float(scheduler.shift))
         self._scheduler = copy.deepcopy(scheduler)
         self._mu = mu
-        self._is_even = is_even and not config.get("use_flow_sigmas")
+        self._is_even = is_even
 
     def times(self, steps: int) -> Float[Tensor, "steps+1"]:
         even = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
@@ -175,7 +140,10 @@ class SchedulerFlow(FlowSchedule):
         return super().training_times(uniforms)
 
 
-# --- from a prediction to a step ---
+NoiseSchedule = FlowSchedule | DiffusionSchedule
+
+
+# --- between predictions, x0 and noise ------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +154,11 @@ class StepLevels:
     sigma: Float[Tensor, "b"]
     next_alpha: Float[Tensor, "b"]
     next_sigma: Float[Tensor, "b"]
+
+
+def broadcast(level: Float[Tensor, "b"], x: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
+    """Numbers of each row as float64, shaped to multiply x."""
+    return level.to(x.device).double().reshape(-1, *[1] * (x.ndim - 1))
 
 
 def split_prediction(
@@ -211,12 +184,19 @@ def split_prediction(
     return (x - sigma * prediction) / (alpha + sigma), (x + alpha * prediction) / (alpha + sigma)
 
 
-def broadcast(level: Float[Tensor, "b"], x: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
-    """Numbers of each row as float64, shaped to multiply x."""
-    return level.to(x.device).double().reshape(-1, *[1] * (x.ndim - 1))
+def prediction_target(
+    x0: Float[Tensor, "b ..."],
+    noise: Float[Tensor, "b ..."],
+    level: Level,
+    predicts: PredictionType,
+) -> Float[Tensor, "b ..."]:
+    """What a perfect network predicts of alpha x0 + sigma noise."""
+    alpha, sigma = (broadcast(one, x0) for one in level)
+    targets = {"noise": noise, "x0": x0, "velocity": noise - x0, "v": alpha * noise - sigma * x0}
+    return targets[predicts]
 
 
-# --- steps of samplers: from x0 and noise [b, ...] to a Gaussian with mean [b, ...] and std [b] ---
+# --- samplers: from x0 and noise [b, ...] to a Gaussian with mean [b, ...] and std [b] ------------
 #
 # All have mean = alpha' x0 + c e, where e is the predicted noise: a sampler gives c and the std of
 # the new noise.
@@ -233,13 +213,6 @@ def ancestral(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
     kept = (step.alpha * step.next_sigma / (step.next_alpha * step.sigma)).square()
     var = eta**2 * step.next_sigma.square() * (1 - kept).clamp(min=0)
     return (step.next_sigma.square() - var).clamp(min=0).sqrt(), var.sqrt()
-
-
-def ddpm_large(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
-    """DDPM's mean with the large variance, 1 - (alpha / alpha')^2 (Ho et al. 2020, arXiv
-    2006.11239, section 3.2)."""
-    var = 1 - (step.alpha / step.next_alpha).square()
-    return ancestral(step, 1.0)[0], var.clamp(min=0).sqrt()
 
 
 def flow_sde(step: StepLevels, eta: float) -> tuple[Tensor, Tensor]:
@@ -278,11 +251,10 @@ class Transition:
     noise: Callable[[StepLevels, float], tuple[Tensor, Tensor]]
     is_flow: bool | None
     """Whether it steps on a flow schedule or a diffusion schedule; None: on either."""
-    eta: float = 1.0
+    eta: float
     """Default scale of the noise."""
-    etas: Range | None = None
-    """Scales that it takes; above 1 most would add more than the next level holds. None: the
-    default alone."""
+    max_eta: float = 1.0
+    """Above 1 most would add more noise than the next level holds."""
 
     def step(
         self, x0: Tensor, noise: Tensor, levels: StepLevels, eta: float | None = None
@@ -293,15 +265,12 @@ class Transition:
         return Gaussian(mean, std)
 
 
-UP_TO_1 = Range(gt=0, le=1)
 TRANSITIONS = {
-    "ancestral": Transition(ancestral, None, 1.0, UP_TO_1),
-    "ddim": Transition(ancestral, False, 1.0, UP_TO_1),
-    "ddpm": Transition(ancestral, False),
-    "ddpm_large": Transition(ddpm_large, False),
-    "flow_sde": Transition(flow_sde, True, 0.7, Range(gt=0)),
-    "dance_sde": Transition(dance_sde, True, 0.3, Range(gt=0)),
-    "cps": Transition(cps, True, 0.7, UP_TO_1),
+    "ancestral": Transition(ancestral, None, 1.0),
+    "ddim": Transition(ancestral, False, 1.0),
+    "flow_sde": Transition(flow_sde, True, 0.7, math.inf),
+    "dance_sde": Transition(dance_sde, True, 0.3, math.inf),
+    "cps": Transition(cps, True, 0.7),
 }
 """By the name that a config has for them. Rollouts store the index of a name in this order."""
 ODE = Transition(ancestral, None, 0.0)

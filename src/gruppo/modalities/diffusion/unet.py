@@ -16,23 +16,16 @@ from gruppo.types import GruppoError
 GROUPS = 8
 """Channels are normalized in groups. Other rows do not enter, so that a row's output is the same in
 any batch."""
+TIME_SCALE = 1000.0
+"""Frequencies are those of DDPM, whose times span 0 to 1000."""
 
 
 class DenoisingUNet(nn.Module):
     """Two resolutions below the image's, whose 2 x 2 patches are channels; ``middle`` is the
-    bottleneck.
-
-    ``time_scale`` times a time should span about 0 to 1000: 1000 for a flow, 1 for a diffusion of
-    1000 times.
-    """
+    bottleneck. Times are those of a flow, 0 to 1."""
 
     def __init__(
-        self,
-        shape: Sequence[int] = (1, 28, 28),
-        classes: int = 10,
-        *,
-        width: int = 32,
-        time_scale: float = 1000.0,
+        self, shape: Sequence[int] = (1, 28, 28), classes: int = 10, *, width: int = 32
     ) -> None:
         super().__init__()
         channels, *sides = shape
@@ -42,11 +35,9 @@ class DenoisingUNet(nn.Module):
                 f"of {GROUPS}, and images with even sides. Set --diffusion.width 32, or resize "
                 "them."
             )
-        self.sizes = {"shape": list(shape), "classes": classes}
-        self.sizes |= {"width": width, "time_scale": time_scale}
+        self.sizes = {"shape": list(shape), "classes": classes, "width": width}
         wide = 2 * width
         self.width = width
-        self.time_scale = time_scale
         self.label_embedding = nn.Embedding(classes + 1, wide)  # the last one: no class
         self.time_embedding = nn.Sequential(
             nn.Linear(width, wide), nn.SiLU(), nn.Linear(wide, wide)
@@ -70,7 +61,7 @@ class DenoisingUNet(nn.Module):
         half = self.width // 2
         steps = torch.arange(half, device=times.device, dtype=times.dtype)
         frequencies = (-math.log(10000) * steps / half).exp()
-        angles = (times * self.time_scale)[:, None] * frequencies
+        angles = (times * TIME_SCALE)[:, None] * frequencies
         time = self.time_embedding(torch.cat([angles.cos(), angles.sin()], dim=1))
         embedding = silu(time + self.label_embedding(labels))  # [N, S]
         fine = self.fine(self.conv_in(pixel_unshuffle(x, 2)), embedding)  # [N, width, H/2, W/2]

@@ -7,7 +7,6 @@ from a sample.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,9 +15,9 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d, silu
+from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d, interpolate, silu
 
-from gruppo.core.images import detail_bands, upsample
+from gruppo.core.images import detail_bands
 from gruppo.loading import did_you_mean, split_options, typed_options
 from gruppo.types import GruppoError
 
@@ -32,20 +31,15 @@ image."""
 
 
 class NoiseScale(nn.Module):
-    """Standard deviations s0 e^w of K numbers, w learned or 0. Weight decay pulls a learned one
-    back to s0."""
+    """Standard deviations std e^w of K numbers, w learned or 0. Weight decay pulls a learned one
+    back to std."""
 
-    def __init__(self, std: float | Sequence[float], count: int, *, learned: bool) -> None:
+    def __init__(self, std: float, count: int, *, learned: bool) -> None:
         super().__init__()
-        values = [float(one) for one in (std if isinstance(std, Sequence) else [std] * count)]
-        if len(values) != count or not all(0 < one < math.inf for one in values):
-            raise GruppoError(
-                f"std={std} does not fit {count} numbers; it needs one above 0, or one each. Set "
-                f"0.1."
-            )
-        self.start = values
+        if std <= 0:
+            raise GruppoError(f"std={std:g} of an action; it needs to be above 0. Set 0.1.")
         self.learned = learned
-        self.register_buffer("first", torch.tensor(values))
+        self.register_buffer("first", torch.full((count,), std))
         self.log_ratio = nn.Parameter(torch.zeros(count), requires_grad=learned)
 
     def forward(self) -> Float[Tensor, "K"]:
@@ -84,26 +78,25 @@ class Action(nn.Module):
 
     kind: ClassVar[str]
     conditions = 0
-    """Numbers per image that the network reads beside it."""
+    """Numbers per image that the network reads besides it."""
     grid: int | None = None
     """Cells per side; None if the action has the size of the image."""
     render: Any
 
     def __init__(
-        self, channels: int, count: int, std: float | Sequence[float], learned: bool, **options: Any
+        self, channels: int, count: int, std: float, learned: bool, **options: Any
     ) -> None:
         super().__init__()
         self.channels = channels
         self.count = count
         self.scale = NoiseScale(std, count, learned=learned)
-        self.settings = {"kind": self.kind, "channels": channels, "learned": learned, **options}
-        self.settings["std"] = self.scale.start
+        self.settings = {"kind": self.kind, "channels": channels, "std": std, "learned": learned}
+        self.settings |= options
         """Arguments of the constructor, as JSON."""
 
 
 class PixelNoise(Action):
-    """N(f(x), s^2) at each pixel: the action is the image. ``std`` is in units of the range 0 to 1,
-    for each channel.
+    """N(f(x), s^2) at each pixel: the action is the image. ``std`` is in units of the range 0 to 1.
 
     White noise of 0.01 costs 0.41 dB at 30 dB in every sample, while the samples of a group differ
     by 0.011 dB: few rewards can be learned from this action.
@@ -111,9 +104,7 @@ class PixelNoise(Action):
 
     kind = "pixels"
 
-    def __init__(
-        self, channels: int = 3, *, std: float | Sequence[float] = 0.01, learned: bool = False
-    ) -> None:
+    def __init__(self, channels: int = 3, *, std: float = 0.01, learned: bool = False) -> None:
         super().__init__(channels, channels, std, learned)
 
     def forward(self, network: NetworkCall, x: Images) -> tuple[Grid, Images | None]:
@@ -125,11 +116,11 @@ class PixelNoise(Action):
 
 
 class GridAction(Action):
-    """An action on a grid x grid of cells that changes the network's image f(x).
+    """An action on a grid x grid of cells that changes the network's image f(x), bilinear between
+    the centers of the cells.
 
-    ``smooth``: upsampling Up is bilinear; otherwise each cell is one flat square, and changes
-    nothing outside. The mean reads f(x) and is initially 0. A policy gradient reaches f only
-    through the mean; ``detached`` stops that.
+    The mean reads f(x) and is initially 0. A policy gradient reaches f only through the mean;
+    ``detached`` stops that.
     """
 
     default_std: ClassVar[float]
@@ -141,29 +132,18 @@ class GridAction(Action):
         channels: int = 3,
         *,
         grid: int = 8,
-        std: float | Sequence[float] | None = None,
+        std: float | None = None,
         learned: bool = False,
-        smooth: bool = True,
         detached: bool = True,
     ) -> None:
         if grid < 1 or (self.bands and channels not in self.bands):
-            raise GruppoError(
-                f"grid={grid} of {channels} channels: it needs 1 cell a side or more, and bands of "
-                f"detail need 1 channel (gray) or 3 (color)."
-            )
-        super().__init__(
-            channels,
-            self.bands.get(channels, channels),
-            self.default_std if std is None else std,
-            learned,
-            grid=grid,
-            smooth=smooth,
-            detached=detached,
-        )
+            raise GruppoError(f"""grid={grid} of {channels} channels: it needs 1 cell a side or
+                more, and bands of detail need 1 channel (gray) or 3 (color).""")
+        count, std = self.bands.get(channels, channels), std or self.default_std
+        super().__init__(channels, count, std, learned, grid=grid, detached=detached)
         self.grid = grid
-        self.smooth = smooth
         self.detached = detached
-        self.head = MeanHead(channels * (1 + self.bands.get(channels, 1)), self.count, grid)
+        self.head = MeanHead(channels * (1 + self.bands.get(channels, 1)), count, grid)
 
     def forward(self, network: NetworkCall, x: Images) -> tuple[Grid, Images | None]:
         base = network(x)
@@ -175,7 +155,7 @@ class GridAction(Action):
 
     def render(self, network: NetworkCall, x: Images, base: Images | None, action: Grid) -> Images:
         assert base is not None
-        numbers = upsample(action.to(base), *base.shape[-2:], smooth=self.smooth)  # [N, K, H, W]
+        numbers = interpolate(action.to(base), base.shape[-2:], mode="bilinear")  # [N, K, H, W]
         if self.bands:
             numbers = (numbers[:, :, None] * detail_bands(base)).sum(dim=1)
         return base + numbers
@@ -227,9 +207,9 @@ class Controls(Action):
 
     Actions are in units of each control's range, from its start: value = start + a (high - low),
     clamped to the range. The network reads the values, without ``mix``; with ``unit`` as shares of
-    the range, 0 to 1, from which a network learns better where a range is one of 50 levels and
-    pixels are in [0, 1]. m reads x, and is initially 0. Log-probs need no gradient through the
-    network, so that it may be one without any.
+    the range, 0 to 1, from which a network learns better if a range is one of 50 levels and pixels
+    are in [0, 1]. m reads x, and is initially 0. Log-probs need no gradient through the network, so
+    that it may be one without any.
     """
 
     kind, grid = "controls", 1
@@ -239,11 +219,11 @@ class Controls(Action):
         controls: Sequence[Control | Mapping[str, Any]],
         channels: int = 3,
         *,
-        std: float | Sequence[float] = 0.15,
+        std: float = 0.15,
         learned: bool = False,
         unit: bool = False,
     ) -> None:
-        # a mapping where saved
+        # a mapping if read from a file
         parsed = [one if isinstance(one, Control) else Control(**one) for one in controls]
         names = [control.name for control in parsed]
         if not names or len(set(names)) != len(names):
@@ -316,9 +296,8 @@ def open_action(text: str, channels: int = 3) -> Action:
     ``controls:noise=0-50@25,mix=0-1@1``."""
     kind, _, rest = text.partition(":")
     if kind not in ACTIONS:
-        raise GruppoError(
-            f"there is no action {kind!r}; write {EXAMPLES}.{did_you_mean(kind, ACTIONS)}"
-        )
+        hint = did_you_mean(kind, ACTIONS)
+        raise GruppoError(f"there is no action {kind!r}; write {EXAMPLES}.{hint}")
     options = split_options(rest)
     controls = []
     for name in list(options) if kind == "controls" else ():
@@ -327,7 +306,7 @@ def open_action(text: str, channels: int = 3) -> Action:
     typed = typed_options(ACTIONS[kind], options, EXAMPLES)
     if kind == "controls":
         typed["controls"] = controls
-    return ACTIONS[kind](**typed | {"channels": channels})
+    return ACTIONS[kind](channels=channels, **typed)
 
 
 def parse_control(name: str, text: str) -> Control:

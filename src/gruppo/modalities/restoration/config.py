@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from gruppo.config.options import NoneOr, Positive, Range
+from gruppo.config.options import NoneOr, Range
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,6 @@ class RestorationConfig:
     """
     weights: str = ""
     """Initial weights of a new network: a .safetensors file or a policy folder."""
-    patches: Positive = 1
-    """Patches per side of a new policy; each has its own action and may be rewarded."""
-    trains: NoneOr[Literal["all", "action"]] = None
-    """What is trained; action freezes the network. Default: all, or as saved."""
     supervises: NoneOr[Literal["output", "base", "told"]] = None
     """Image that the supervised loss compares with the clean one.
 

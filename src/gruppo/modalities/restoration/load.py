@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gruppo import trust
 from gruppo.loading import did_you_mean, load_object, split_options, typed_options
 from gruppo.modalities.common.state_dict import load_strictly, read_policy, read_safetensors
 from gruppo.modalities.restoration.actions import ACTIONS, open_action
-from gruppo.modalities.restoration.consistency import Consistency
-from gruppo.modalities.restoration.networks import NETWORKS, Restorer
-from gruppo.modalities.restoration.policy import SAVED, SETTINGS, RestorationPolicy
+from gruppo.modalities.restoration.networks import NETWORKS
+from gruppo.modalities.restoration.policy import SETTINGS, RestorationPolicy
 from gruppo.seeds import seed_at
 from gruppo.types import GruppoError
 
@@ -39,9 +38,8 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
             options = typed_options(NETWORKS[kind], split_options(rest), FORMS)
             return NETWORKS[kind](**options | sizes)
         if not rest:
-            raise GruppoError(
-                f"there is no network {spec!r}; write {FORMS}.{did_you_mean(kind, NETWORKS)}"
-            )
+            hint = did_you_mean(kind, NETWORKS)
+            raise GruppoError(f"there is no network {spec!r}; write {FORMS}.{hint}")
         network = load_object(spec)
         if callable(network) and not isinstance(network, nn.Module):
             try:
@@ -53,23 +51,9 @@ def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int
                     ({type(error).__name__}: {reason}). Give them defaults; it may take channels and
                     conditions.""") from error
     if not isinstance(network, nn.Module):
-        raise GruppoError(
-            f"{spec} is a {type(network).__name__}; it needs to be a torch.nn.Module or a function "
-            f"of one."
-        )
+        raise GruppoError(f"""{spec} is a {type(network).__name__}; it needs to be a torch.nn.Module
+            or a function of one.""")
     return network
-
-
-def load_network(network: nn.Module, path: str | Path) -> None:
-    """Load a network's weights from a .safetensors file, or from a policy's folder, in the dtype of
-    the network."""
-    path, prefix = Path(path).expanduser(), "network."
-    if not path.is_dir():
-        weights = read_safetensors(path)
-    else:
-        saved = _read_folder(path)[1].items()
-        weights = {n.removeprefix(prefix): value for n, value in saved if n.startswith(prefix)}
-    load_strictly(network, weights, str(path))
 
 
 def open_restorer(
@@ -81,49 +65,51 @@ def open_restorer(
     seed: int = 0,
     **options: Any,
 ) -> RestorationPolicy:
-    """Build a policy by names: ``open_restorer("unet", "band_gains:grid=8", weights="run/final",
-    trains="action")``.
+    """Build a policy by names: ``open_restorer("unet", "band_gains:grid=8", weights="run/final")``.
 
-    ``weights``: of the network alone, see ``load_network``. ``options``: patches, trains, loss,
-    supervises, consistency.
+    ``weights``: of the network alone, a .safetensors file or the folder of a policy. ``options``:
+    loss, supervises, consistency.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_at(seed, "action") % 2**63)
         opened = open_action(action, channels)
     module = open_network(network, channels=channels, conditions=opened.conditions, seed=seed)
     if weights is not None:
-        load_network(module, weights)
+        path, prefix = Path(weights).expanduser(), "network."
+        if path.is_dir():
+            saved = read_policy(path, SETTINGS, "restoration policy", bool)[1].items()
+            tensors = {n.removeprefix(prefix): value for n, value in saved if n.startswith(prefix)}
+        else:
+            tensors = read_safetensors(path)
+        load_strictly(module, tensors, str(path))
     return RestorationPolicy(module, opened, channels=channels, spec=network, **options)
 
 
 def load_restorer(
-    folder: str | Path, network: nn.Module | None = None, *, consistency: Consistency | None = None
+    folder: str | Path, network: nn.Module | None = None, **options: Any
 ) -> RestorationPolicy:
     """Open the policy that ``save`` wrote. ``network``: the module to load if no name or file gives
     it.
 
-    A consistency is not saved: it may hold a function.
+    ``options``: a consistency, which is not saved: it may hold a function.
     """
     folder = Path(folder).expanduser()
-    settings, weights = _read_folder(folder)
-    action, spec = dict(settings["action"]), settings["network"]
-    opened = ACTIONS[action.pop("kind")](**action)
-    if network is None and settings["sizes"] is not None:
-        network = NETWORKS[spec](**settings["sizes"])
-    elif network is None and not spec:
-        raise GruppoError(
-            f"{folder} holds the weights of a module of your own. Give load_restorer that module."
-        )
-    elif network is None:
-        channels = settings["channels"]
-        with trust.opening(folder, trust.imports(spec)):
-            network = open_network(spec, channels=channels, conditions=opened.conditions)
-    load_strictly(Restorer(network, opened), weights, str(folder))
-    options = {name: settings[name] for name in ("channels", *SAVED)}
-    return RestorationPolicy(network, opened, consistency=consistency, spec=spec, **options)
 
+    def build(settings: dict[str, Any]) -> RestorationPolicy:
+        action, spec, channels = dict(settings["action"]), settings["network"], settings["channels"]
+        opened = ACTIONS[action.pop("kind")](**action)
+        module = network
+        if module is None and settings["sizes"] is not None:
+            module = NETWORKS[spec](**settings["sizes"])
+        elif module is None and not spec:
+            raise GruppoError(f"""{folder} holds the weights of a module of your own. Give
+                load_restorer that module.""")
+        elif module is None:
+            with trust.opening(folder, trust.imports(spec)):
+                module = open_network(spec, channels=channels, conditions=opened.conditions)
+        saved = {name: settings[name] for name in ("loss", "supervises")}
+        return RestorationPolicy(module, opened, channels=channels, spec=spec, **saved, **options)
 
-def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Settings and weights of a policy's folder."""
-    needs = lambda x: (x["action"]["kind"], x["channels"], x["network"])  # noqa: E731
-    return read_policy(folder, SETTINGS, "restoration policy", needs)
+    policy, weights = read_policy(folder, SETTINGS, "restoration policy", build)
+    load_strictly(policy.module, weights, str(folder))
+    return policy

@@ -53,7 +53,7 @@ class RestorationUNet(nn.Module):
     def __init__(self, channels: int = 3, *, width: int = 26, conditions: int = 0) -> None:
         super().__init__()
         if width < 1:
-            raise GruppoError(f"width={width} is no width; it needs 1 or more")
+            raise GruppoError(f"width={width}; it needs 1 or more")
         self.sizes = {"channels": channels, "width": width, "conditions": conditions}
         wide = 2 * width
         self.conv_in = nn.Conv2d(4 * (channels + conditions), width, 3, padding=1)

@@ -1,10 +1,4 @@
-"""A restoration network as a policy: one action per image, or one per patch.
-
-With patches, the columns of the rollouts are places, not times: a column's log-prob is that of its
-patch of the action, so that a reward of the same patch can be its credit. What an action changes
-outside its own patch (a smooth grid, a network's receptive field) is credited to other patches:
-advantages by patch omit those cross terms, and are unbiased only for pixel noise and nearest grids.
-"""
+"""A restoration network as a policy: one action per image."""
 
 from __future__ import annotations
 
@@ -14,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from gruppo import trust
@@ -22,18 +16,11 @@ from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
 from gruppo.core.images import MAX_PSNR_DB, PIXEL_LOSSES, PixelLoss, psnr, quantize
 from gruppo.core.layers import recompute_layers
 from gruppo.distributed.sharding import blocks_of
-from gruppo.modalities.common.images import (
-    ImagePolicy,
-    RowBatch,
-    check_requests,
-    image_error,
-    image_rollouts,
-    row_batches,
-)
+from gruppo.modalities.common.images import ImagePolicy, RowBatch, image_error, image_rollouts
 from gruppo.modalities.common.state_dict import save_policy
 from gruppo.modalities.common.validation import refuse
 from gruppo.modalities.restoration.actions import Action, Controls, Images
-from gruppo.modalities.restoration.consistency import Consistency, ToReference
+from gruppo.modalities.restoration.consistency import Consistency, to_reference
 from gruppo.modalities.restoration.networks import NETWORKS, Restorer
 from gruppo.protocols import Outputs, RestorationMixin, StatisticsMixin
 from gruppo.seeds import generator_at
@@ -43,15 +30,12 @@ from gruppo.types import (
     Likelihood,
     MicroBatch,
     Prompt,
-    Request,
     Rollouts,
     Sampling,
     Stat,
 )
 
 SETTINGS = "restorer.json"
-SAVED = ("patches", "trains", "loss", "supervises")
-"""Arguments of the policy that are saved as they are."""
 SQUARE = 16
 """A square of this many pixels per side is one unit of a micro-batch's budget."""
 Supervises = Literal["output", "base", "told"]
@@ -61,10 +45,9 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
     """Samples an action from N(m(x), s^2) for each degraded image x, and renders an image from it.
 
     - ``network``: any module from images [N, C, H, W] in [0, 1] to images of the same size, in its
-      own dtype; dropout and moving statistics are off.
+      own dtype; dropout and moving statistics are off. Freeze its parameters to train the action
+      alone.
     - ``action``: one of ``actions``.
-    - ``patches`` per side: an image has that many squared actions.
-    - ``trains``: all weights, or those of the action, with a frozen network.
     - ``loss`` and ``supervises``: the supervised term compares the deterministic image ("output")
       or the network's without an action ("base") with clean ones; with a detached action, clean
       images then train the network alone and rewards the action alone, in one run. "told", for
@@ -74,16 +57,15 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
     - ``spec``: how ``open_network`` finds the network, for a save.
 
     Actions are stored in float32, and a log-prob is that of the action as stored: joint nats, in
-    float64. A temperature t samples from the density to the power 1 / t: a standard deviation of s
-    t^(1/2). At temperature 0 the action is the mean, with its log-prob at 1; it is never trained
-    on. Rewards read an image as a file would hold it.
+    float64. At temperature 0 the action is the mean, which is never trained on. Rewards read an
+    image as a file would hold it.
     """
 
     budget_name = "squares"
     out_of_memory_hint = "Crop the data smaller (crop=64), or train a smaller network."
+    likelihood_outputs = ImagePolicy.likelihood_outputs | {"output"}
     module: Restorer
     batch_rows = 64
-    """Rows sampled together."""
 
     def __init__(
         self,
@@ -91,53 +73,35 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
         action: Action,
         *,
         channels: int = 3,
-        patches: int = 1,
-        trains: Literal["all", "action"] = "all",
         loss: PixelLoss = "charbonnier",
         supervises: Supervises = "output",
-        consistency: Consistency | None = None,
+        consistency: Consistency = to_reference,
         spec: str = "",
     ) -> None:
         if action.channels != channels:
             raise GruppoError(f"""the action is for {action.channels} channels and the network for
                 {channels}; give both the same.""")
-        if action.grid is not None and action.grid % patches:
-            raise GruppoError(f"""the action's grid of {action.grid} x {action.grid} cannot be cut
-                into {patches} x {patches} equal patches; its side needs to be a multiple of
-                {patches}. Set patches 1, or another grid.""")
-        if supervises == "told" and not action.conditions:
+        self.channels = channels
+        self.spec = spec
+        self.loss: PixelLoss = loss
+        self.supervises: Supervises = supervises
+        self.consistency = consistency
+        self.module = Restorer(network, action).eval()
+        self.check_supervision()
+        self.module.probe(channels)
+
+    def check_supervision(self) -> None:
+        """Refuse supervision by the true controls if the action has none."""
+        action = self.module.action
+        if self.supervises == "told" and not action.conditions:
             raise GruppoError(f"""supervises='told' sets the network's controls, and the action
                 {action.kind!r} has none. Set the action controls:noise=0-50@25, or
                 supervises='output'.""")
-        if trains == "action":
-            if supervises != "output":
-                raise GruppoError(f"""supervises={supervises!r} trains the network alone, and
-                    trains='action' freezes it. Set trains='all', or supervises='output'.""")
-            network.requires_grad_(False)  # also where the action's gradient would reach it
-        self.channels = channels
-        self.patches = patches
-        self.spec = spec
-        self.trains = trains
-        self.loss: PixelLoss = loss
-        self.supervises: Supervises = supervises
-        self.consistency: Consistency = consistency or ToReference(loss)
-        self.module = Restorer(network, action).eval()
-        self.module.probe(channels)
 
-    @property
-    def columns(self) -> int:
-        """Actions per image."""
-        return self.patches**2
-
-    def dims(self, image: Sequence[int]) -> int:
-        """Return the number of dimensions of one action, for an image [C, H, W]."""
+    def action_dims(self, prompt: Prompt) -> int:
         action = self.module.action
-        cells = math.prod(image[1:]) if action.grid is None else action.grid**2
-        return action.count * cells // self.columns
-
-    def step_groups(self, group_ids: Int[Tensor, "B"], columns: int) -> Int[Tensor, "B T"]:
-        """Compare each patch with the same patch of the group's other images."""
-        return group_ids[:, None] * columns + torch.arange(columns)
+        cells = math.prod(prompt.inputs.shape[1:]) if action.grid is None else action.grid**2
+        return action.count * cells
 
     def shard(self, apply: Callable[..., None]) -> None:
         # parts of the action are read without calling them
@@ -156,19 +120,19 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
             "channels": self.channels,
             "action": self.module.action.settings,
             "sizes": network.sizes if name else None,
+            "loss": self.loss,
+            "supervises": self.supervises,
         }
-        settings |= {field: getattr(self, field) for field in SAVED}
         save_policy(folder, SETTINGS, settings, self.module)
         trust.record(folder, trust.imports(settings))
 
     def describe(
         self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int
     ) -> list[str]:
-        image, settings = prompts[0].inputs, self.module.action.settings
         trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         return [
-            f"an image    {list(image.shape)}, in {self.columns} patches",
-            f"an action   {settings}: {self.dims(image.shape):,} numbers",
+            f"an image    {list(prompts[0].inputs.shape)}",
+            f"an action   {self.module.action.settings}: {self.action_dims(prompts[0]):,} numbers",
             f"trained     {trained:,} weights; supervised on {self.supervises}, by {self.loss}",
             "evaluated   the image of the mean action",
         ]
@@ -201,38 +165,17 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
     def check_prompt(self, prompt: Prompt, sampling: Sampling) -> str | None:
         """Return why this prompt cannot be sampled from, or None."""
         error = image_error(prompt.inputs, "input", self.channels)
-        if error is None and any(side % self.patches for side in prompt.inputs.shape[-2:]):
-            (h, w), side = prompt.inputs.shape[-2:], self.patches
-            error = (
-                f"is {h} x {w}, which {side} x {side} patches do not divide. Crop it to a "
-                f"multiple of {side}."
-            )
         return f"prompt {prompt.id!r} {error}" if error else None
 
-    def check_sampling(self, sampling: Sampling) -> Sampling:
-        """Raise GruppoError for options that do not apply to a normal distribution."""
-        if sampling.top_k or sampling.top_p != 1 or sampling.stop:
-            raise GruppoError(f"""top_k={sampling.top_k}, top_p={sampling.top_p:g} and
-                stop={sampling.stop!r} apply to tokens, and images have none. Leave them out.""")
-        return sampling
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> Images:
+        return stack_images([prompt.inputs for prompt in prompts])
 
-    @torch.no_grad()
-    def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
-        """Sample ``request.size`` images of each prompt; noise depends on (seed, draw, sample)
-        alone."""
-        temperature = float(self.check_sampling(sampling).temperature)
-        check_requests(self, requests, sampling)
-        images = stack_images([request.prompt.inputs for request in requests])
-        self.module.eval()  # dropout would make sampling and scoring two functions
-        batches = row_batches(requests, images, self.batch_rows)
-        return Rollouts.cat([self._sample_batch(batch, temperature, seed) for batch in batches])
-
-    def _sample_batch(self, batch: RowBatch, temperature: float, seed: int) -> Rollouts:
-        assert batch.inputs is not None
-        module = self.module
+    def sample_batch(self, batch: RowBatch, sampling: Sampling, seed: int) -> Rollouts:
+        """Sample the rows of a batch; one forward of the network serves a group."""
+        module, temperature = self.module, float(sampling.temperature)
         x, group = batch.inputs.to(self.device), batch.group_ids.to(self.device)
         means, base = module(x)  # [P, K, h, w], and [P, C, H, W] or None
-        std = math.sqrt(temperature or 1) * module.action.scale()[:, None, None]  # [K, 1, 1]
+        std = module.action.scale()[:, None, None]  # [K, 1, 1]
         action = means.double()[group]  # [B, K, h, w]
         if temperature:
             noise = []
@@ -241,16 +184,15 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
                 noise.append(torch.randn(action.shape[1:], generator=generator))
             action = action + std * torch.stack(noise).to(self.device).double()
         action = action.float()  # rounded as it is stored, before it is scored
-        base = None if base is None else base[group]  # one forward of the network serves a group
+        base = None if base is None else base[group]
         restored = module.action.render(module.call_network, x[group], base, action).float()
         is_finite = action.isfinite().flatten(1).all(dim=1)
         is_finite &= restored.isfinite().flatten(1).all(dim=1)
-        mask = is_finite[:, None].repeat(1, self.columns)  # [B, T]
-        actions = to_columns(action, self.patches)  # [B, T, K, h, w]
-        logprobs = masked_logprob(actions, to_columns(means, self.patches)[group], std, mask)
+        mask = is_finite[:, None]  # [B, 1]
+        logprobs = masked_logprob(action[:, None], means[group][:, None], std, mask)
         return image_rollouts(
             batch.prompts,
-            actions.cpu(),
+            action[:, None].cpu(),
             quantize(restored.nan_to_num()).cpu(),
             shared={"degraded": batch.inputs},
             per_row={},
@@ -264,7 +206,7 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
     # --- scoring ----------------------------------------------------------------------------------
 
     def micro_batches(
-        self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int
+        self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B 1"], budget: int
     ) -> list[MicroBatch]:
         """Whole rows, those of a group together; each row costs its squares of 16 x 16 pixels.
 
@@ -274,7 +216,7 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
         rows = loss_mask.any(dim=1).nonzero()[:, 0]
         rows = rows[rollouts.group_ids[rows].argsort(stable=True)]
         parts = rows.split(max(budget // -(-height * width // SQUARE**2), 1))
-        return [MicroBatch(part, slice(0, self.columns)) for part in parts if len(part)]
+        return [MicroBatch(part, slice(0, 1)) for part in parts if len(part)]
 
     def likelihood(
         self, rollouts: Rollouts, micro_batch: MicroBatch, *, outputs: Outputs = ()
@@ -286,7 +228,7 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
         Demonstrations always have it, and log-probs of 0: their actions are clean images, which the
         policy did not sample.
         """
-        module, cols = self.module.eval(), micro_batch.cols
+        module = self.module.eval()
         mask = micro_batch.of(rollouts.mask).to(self.device)
         prompt_ids, group = rollouts.group_ids[micro_batch.rows].unique(return_inverse=True)
         x, group = rollouts.shared["degraded"][prompt_ids].to(self.device), group.to(self.device)
@@ -295,43 +237,18 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
             prompts = [rollouts.prompts[n] for n in prompt_ids.tolist()]
             return Likelihood(zeros, output=self.output_of(x, self.supervises, prompts)[group])
         mean, base = module(x)  # [P, K, h, w], and [P, C, H, W] or None
-        output = values = entropy = normal = None
+        output = entropy = normal = None
         if "output" in outputs:
             output = module.action.render(module.call_network, x, base, mean)[group]
-        if "values" in outputs:
-            values = torch.where(mask, self._values_of(x, base)[group][:, cols], 0)
-        mean = to_columns(mean, self.patches)[group][:, cols]  # [b, t, *E]
-        # the density to the power 1 / t is a normal with t^(1/2) times the std; at temperature 0
-        # rows are scored at 1
-        temperature = rollouts.temperature[micro_batch.rows].double().to(self.device)
-        factor = torch.where(temperature > 0, temperature, 1).sqrt()[:, None, None, None, None]
-        std = (factor * module.action.scale()[:, None, None]).expand(mean.shape)
+        mean = mean[group][:, None]  # [b, 1, K, h, w]
+        std = module.action.scale()[:, None, None].expand(mean.shape)
         if "entropy" in outputs or "entropy_value" in outputs:
             entropy = torch.where(mask, gaussian_entropy(mean, std), 0)
         if "gaussian" in outputs:
             normal = Gaussian(mean, std)
         actions = micro_batch.of(rollouts.actions).to(self.device)
         logprobs = masked_logprob(actions, mean, std, mask)
-        return Likelihood(logprobs, entropy, normal, values, output)
-
-    def _values_of(self, x: Images, base: Images | None) -> Float[Tensor, "P T"]:
-        """Value of each patch: of the mean and mean square of each channel of the degraded image
-        and of the network's."""
-        images = x.to(self.compute_dtype)
-        if base is not None:
-            images = torch.cat([images, base.to(images)], dim=1)
-        patches = to_columns(torch.cat([images, images.square()], dim=1), self.patches)
-        features = patches.mean(dim=(-2, -1))  # [P, T, F]
-        return self._values(features.flatten(0, 1)).reshape(features.shape[:2])
-
-    def feature_width(self) -> int:
-        """Return the number of features that ``value_head`` reads for each patch."""
-        return 2 * self.channels * (1 if isinstance(self.module.action, Controls) else 2)
-
-    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Any:
-        """Values of each patch before it is acted on [b, t], by ``value_head``; 0 where mask is
-        False."""
-        return self.likelihood(rollouts, micro_batch, outputs=("values",)).values
+        return Likelihood(logprobs, entropy, normal, output=output)
 
     # --- demonstrations and consistency -----------------------------------------------------------
 
@@ -350,20 +267,20 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
         return f"prompt {prompt.id!r} {error}" if error else None
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
-        """Return each prompt's degraded image, with the patches of its clean one as actions.
-        Nothing is random."""
+        """Return each prompt's degraded image, with its clean one as the action. Nothing is
+        random."""
         refuse(*map(self.check_demonstration, prompts))
         targets = [prompt.target for prompt in prompts]
         return image_rollouts(
             prompts,
-            to_columns(stack_images(targets), self.patches),  # [B, T, C, h, w]
+            stack_images(targets)[:, None],  # [B, 1, C, H, W]
             targets,
-            shared={"degraded": stack_images([prompt.inputs for prompt in prompts])},
+            shared={"degraded": self.encode_prompts(prompts)},
             per_row={"demonstration": torch.ones(len(prompts), dtype=torch.bool)},
         )
 
-    def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b t"]:
-        """Mean of rho(image, clean) over the channels and pixels of each patch.
+    def supervised_loss(self, rollouts: Rollouts, likelihood: Likelihood) -> Float[Tensor, "b 1"]:
+        """Mean of rho(image, clean) over the channels and pixels of each image.
 
         For demonstrations, or for rollouts of prompts with clean images, whose likelihood has its
         "output".
@@ -372,16 +289,16 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
         if "demonstration" not in rollouts.per_row:
             refuse(*map(self.check_demonstration, rollouts.prompts))
         clean = stack_images([prompt.target for prompt in rollouts.prompts])[rollouts.group_ids]
-        loss = PIXEL_LOSSES[self.loss](likelihood.output, clean.to(likelihood.output))
-        return to_columns(loss, self.patches).flatten(2).mean(dim=-1)
+        return self._pixel_loss(likelihood.output, clean.to(likelihood.output))
 
     def consistency_loss(
         self, rollouts: Rollouts, likelihood: Likelihood, ref: Likelihood
-    ) -> Float[Tensor, "b t"]:
-        """Mean of ``consistency`` over the channels and pixels of each patch; ``likelihood`` has
-        its "output"."""
-        loss = self.consistency(self, rollouts, likelihood, ref)
-        return to_columns(loss, self.patches).flatten(2).mean(dim=-1)
+    ) -> Float[Tensor, "b 1"]:
+        """Mean of rho over the two images of ``consistency``; ``likelihood`` has its "output"."""
+        return self._pixel_loss(*self.consistency(self, rollouts, likelihood, ref))
+
+    def _pixel_loss(self, x: Images, y: Images) -> Float[Tensor, "b 1"]:
+        return PIXEL_LOSSES[self.loss](x, y).flatten(1).mean(dim=-1, keepdim=True)
 
     # --- images -----------------------------------------------------------------------------------
 
@@ -427,14 +344,6 @@ def masked_logprob(
     action = torch.where(chosen, actions.double(), 0)
     mean = torch.where(chosen, mean.double(), 0)
     return torch.where(mask, gaussian_logprob(action, mean, std.expand(mean.shape)), 0)
-
-
-def to_columns(grid: Float[Tensor, "N K H W"], side: int) -> Float[Tensor, "N T K h w"]:
-    """Cut a grid into T = side x side patches, row by row from the top left; with side 1 it is one
-    patch."""
-    n, k, height, width = grid.shape
-    cut = grid.reshape(n, k, side, height // side, side, width // side).permute(0, 2, 4, 1, 3, 5)
-    return cut.flatten(1, 2)
 
 
 def stack_images(images: Sequence[Tensor]) -> Images:
