@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from gruppo.config.schema import (
@@ -39,6 +40,7 @@ PRODUCTS = (
     "A hall has {b} rows of {a} seats. How many seats does it have?",
 )
 COUNT = 1500
+TEMPLATE = str(Path(__file__).with_name("chatml_tools.jinja"))
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
@@ -69,7 +71,7 @@ def tool_calculator() -> Config:
         supervised=SupervisedConfig(column="demonstration", batch=8),
         environment=EnvironmentConfig(tools=(f"{__file__}:calculator",)),
         # The model's own template drops tools, and with them every call that a demonstration shows.
-        prompts=PromptsConfig(chat_template="chatml-tools", held_out_fraction=0.2),
+        prompts=PromptsConfig(chat_template=TEMPLATE, held_out_fraction=0.2),
         evaluation=EvaluationConfig(prompts=48, every=10),
         saving=SavingConfig(every=10, keep=1),
     )

@@ -154,11 +154,10 @@ def test_a_chat_template_that_loops_is_stopped_and_not_waited_for_again(monkeypa
     tokenizer = bpe_tokenizer()
     tokenizer.chat_template = LOOP
     looping = Chat(tokenizer, [tokenizer.eos_token_id])
-    monkeypatch.setattr(chat, "RENDER_S", 1000.0, raising=False)
-    with pytest.raises(
-        GruppoError, match=r"chat template cannot write a conversation of user: .*come to its end"
-    ):
-        looping.encode([{"role": "user", "content": "Hello."}])
+    for limit in (1.0, 1000.0):
+        monkeypatch.setattr(chat, "RENDER_S", limit, raising=False)
+        with pytest.raises(GruppoError, match="template cannot write a conversation of user: "):
+            looping.encode([{"role": "user", "content": "Hello."}])
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "num_local_experts"])

@@ -110,6 +110,7 @@ def test_the_files_and_commands_of_a_page_work(
     monkeypatch.chdir(tmp_path)
     text = (DOCS / page).read_text(encoding="utf-8")
     tiny.write_rows(tmp_path / "questions.jsonl", tiny.rows(6))
+    (tmp_path / "examples").symlink_to(DOCS.parent / "examples")
     for kind in re.findall(r"(reward_model|process_reward):path/to/model", text):
         reward_model(tmp_path / kind, kind)
     for _, name, block in FENCED.findall(text):

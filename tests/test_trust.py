@@ -96,7 +96,7 @@ def test_a_copy_with_an_edited_config_imports_nothing_without_the_flag(
     code, line = gives(capsys, *(word.replace("RUN", str(run)) for word in command))
     assert (
         code == 2
-        and f"{run} names code to run: " in line
+        and f"{run} names code to run or servers: " in line
         and evil in line
         and "trust_remote_code" in line
     )
@@ -109,7 +109,8 @@ def test_training_from_python_by_the_name_of_a_copied_run_imports_nothing_either
     run = edit(shutil.copytree(clean, tmp_path / "run"), reward=[evil], trust_remote_code=True)
     for config in (run, str(run / "config.json")):
         with pytest.raises(
-            GruppoError, match=r"names code to run: .*add --trust-run .*trust_remote_code=True"
+            GruppoError,
+            match=r"names code to run or servers: .*add --trust-run .*trust_remote_code=True",
         ):
             gruppo.train(config, show=False, steps=1, runs_dir=tmp_path / "runs")
     assert not (tmp_path / "executed").exists()
@@ -162,7 +163,7 @@ def test_servers_of_a_copied_run_get_no_key_and_no_weights_without_the_flag(
         code, line = gives(capsys, *command)
         assert (
             code == 2
-            and f"or servers to use: engine.urls={server.url}, engine.publish_dir={place}" in line
+            and f"or servers: engine.urls={server.url}, engine.publish_dir={place}" in line
         )
         assert "check the servers; if you trust it, add --trust-run" in line
     assert (
@@ -171,7 +172,7 @@ def test_servers_of_a_copied_run_get_no_key_and_no_weights_without_the_flag(
         == 0
     )
     assert not server.log and not place.exists()
-    with pytest.raises(GruppoError, match="names code to run, or servers to use"):
+    with pytest.raises(GruppoError, match="names code to run or servers"):
         api.resume(run)
     assert api.resume(run, trust_run=True).folder == run and server.log
     server.close()
@@ -320,7 +321,9 @@ def test_the_function_of_a_saved_model_runs_only_where_this_user_saved_it(
         ["explain", str(recipe), *training],
     ):
         code, line = gives(capsys, *command)
-        assert code == 2 and f"{foreign} names code to run: {absolute_spec(name)}" in line
+        assert (
+            code == 2 and f"{foreign} names code to run or servers: {absolute_spec(name)}" in line
+        )
     with pytest.raises(GruppoError, match="names code to run"):
         gruppo.from_pretrained(foreign)
     assert gives(capsys, "sample", foreign, "hello", "--max-new-tokens", "2", "--trust-run")[0] == 0
@@ -343,7 +346,7 @@ def test_the_network_of_a_saved_restorer_is_not_imported(tmp_path, evil):
     }
     (tmp_path / "saved/restorer.json").write_text(json.dumps(settings))
     for load in (gruppo.load_restorer, gruppo.load_policy):
-        with pytest.raises(GruppoError, match=r"names code to run: .*evil.py:f"):
+        with pytest.raises(GruppoError, match=r"names code to run or servers: .*evil.py:f"):
             load(tmp_path / "saved")
     assert not (tmp_path / "executed").exists()
 
@@ -450,10 +453,16 @@ def test_an_error_quotes_a_hostile_file_without_control_characters(tmp_path, cap
     [
         (
             {"environment": {"kind": "openenv:http://10.0.0.7:8000"}},
-            "code to run, or servers to use: openenv:http://",
+            "code to run or servers: openenv:http://",
         ),
-        ({"data": "verifiers:sums:count=3"}, "code to run: verifiers:sums:count=3"),
-        ({"evaluation": {"data": "verifiers:sums"}}, "code to run: verifiers:sums"),
+        (
+            {"data": "verifiers:sums:count=3"},
+            "code to run or servers: verifiers:sums:count=3",
+        ),
+        (
+            {"evaluation": {"data": "verifiers:sums"}},
+            "code to run or servers: verifiers:sums",
+        ),
     ],
 )
 def test_environments_of_other_libraries_are_code_or_servers_that_a_folder_names(

@@ -47,9 +47,8 @@ def export(
     """Write a model as a folder of its own, an adapter merged into its base or kept; return where
     it is.
 
-    The model of a run gets a model card. ``push``: upload it to this
-    repository of the hub; without ``folder``, it is written nowhere else. ``license``: for the
-    card, by default that of the base model.
+    The model of a run gets a model card. ``push``: upload it to this repository of the hub; without
+    ``folder``, it is written nowhere else. ``license``: for the card.
     """
     if folder is None and not push:
         raise GruppoError(f"""no folder was given. For example: {command_name()} export {model}
@@ -175,47 +174,25 @@ def write_card(model: Path, run: str | Path, *, license: str = "", is_online: bo
     """Write the model card of a run's model and its curves; after the seal, so that whoever edits
     it damages no model.
 
-    ``run``: the run's folder or its final model. Other models have no card. ``is_online``: ask the
-    hub for a license.
+    ``run``: the run's folder or its final model. Other models have no card. ``is_online``: draw
+    missing curves.
     """
     path = Path(run).expanduser()
-    places = [place for place in (path, path.parent) if (place / "manifest.json").is_file()]
-    if not places or not (places[0] / "config.json").is_file():
+    folder = path if (path / "manifest.json").is_file() else path.parent
+    if not (folder / "manifest.json").is_file() or not (folder / "config.json").is_file():
         return
-    folder = places[0]
     name = serialization.load(folder / "config.json").model
-    origin = read_json(folder / "manifest.json")["model"]
     match = re.fullmatch(r"(?:diffusers:)?([\w.-]+/[\w.-]+)", name)
-    base, known = (match[1], "") if match else ORIGINS.get(origin.get("source", ""), ("", ""))
+    base, known = (match[1], "") if match else ("", "")
+    if not match:
+        source = read_json(folder / "manifest.json")["model"].get("source", "")
+        base, known = ORIGINS.get(source, ("", ""))
     picture = folder / "plots" / "overview.png"
     if is_online and not picture.is_file():  # runs in Python draw none
         with suppress(OSError):  # a folder that may not be written to
             plot_run(folder)
     if picture.is_file():
         shutil.copyfile(picture, model / PICTURE)
-    license = license or known or _license_of(base or name, is_online=is_online)
     shown = PICTURE if picture.is_file() else ""
-    step = _best_step(folder / "checkpoints")
-    text = model_card(folder, model, base=base, license=license, step=step, picture=shown)
+    text = model_card(folder, model, base=base, license=license or known, picture=shown)
     (model / CARD).write_text(text, encoding="utf-8")
-
-
-def _license_of(base: str, *, is_online: bool) -> str:
-    """The license of the base model's card; "" without one or a connection."""
-    from huggingface_hub import ModelCard, hf_hub_download
-
-    with suppress(Exception):
-        file = Path(base) / CARD
-        if not file.parent.is_dir():
-            file = Path(hf_hub_download(base, CARD, local_files_only=not is_online))
-        return str(ModelCard.load(file).data.license or "")
-    return ""
-
-
-def _best_step(checkpoints: Path) -> int | None:
-    """The step that a run has returned to at its last one; None if it has not."""
-    steps = checkpoint.steps(checkpoints)
-    if not steps:
-        return None
-    best = read_json(checkpoints / checkpoint.name_of(steps[-1]) / "state.json")["best"]
-    return best["step"] if best and best.get("returned_at") == steps[-1] else None

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,28 +176,19 @@ def check_links(folder: Path) -> None:
     The folder itself may be a link. Nothing is read in ``wandb``, which links its logs to the
     user's cache.
     """
-    root = os.path.realpath(folder)
-    pending = [root]
-    while pending:
-        with (
-            suppress(OSError),
-            os.scandir(pending.pop()) as entries,
-        ):  # another process may delete a part of a run
-            for entry in entries:
-                if entry.is_symlink() and not Path(os.path.realpath(entry.path)).is_relative_to(
-                    root
-                ):
-                    link = visible(
-                        f"{folder / os.path.relpath(entry.path, root)} is a link to "
-                        f"{os.readlink(entry)}"
-                    )
-                    raise GruppoError(f"""{link}, outside the run folder: what is there could be
-                        read, overwritten or deleted. Replace the link by a copy, or remove it; to
-                        keep a run on another disk, move its whole folder and link that.""")
-                if entry.is_dir(follow_symlinks=False) and entry.path != os.path.join(
-                    root, "wandb"
-                ):
-                    pending.append(entry.path)
+    root = Path(os.path.realpath(folder))
+    for parent, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+                link = visible(
+                    f"{folder / path.relative_to(root)} is a link to {os.readlink(path)}"
+                )
+                raise GruppoError(f"""{link}, outside the run folder: what is there could be read,
+                    overwritten or deleted. Replace the link by a copy, or remove it; to keep a run
+                    on another disk, move its whole folder and link that.""")
+        if parent == str(root) and "wandb" in folders:
+            folders.remove("wandb")
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -209,17 +200,16 @@ def explained_failures(target: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(
-            error
-        ):
+        number = getattr(error, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
             raise GruppoError(f"""the disk is full: {target} could not be written, and the save
                 before it is intact. Free some space, then continue with {command_name()}
                 resume.""") from error
-        if isinstance(error, OSError | SafetensorError):
-            raise GruppoError(f"""{target} could not be written:
-                {getattr(error, "strerror", None) or error}; what was saved before is intact. Check
-                the folder, its permissions and its limits.""") from error
-        raise
+        if not isinstance(error, OSError | SafetensorError):
+            raise
+        raise GruppoError(f"""{target} could not be written:
+            {getattr(error, "strerror", None) or error}; what was saved before is intact. Check the
+            folder, its permissions and its limits.""") from error
 
 
 def replace_file(path: Path, content: bytes | str, *, is_synced: bool = True) -> None:
@@ -235,11 +225,10 @@ def replace_file(path: Path, content: bytes | str, *, is_synced: bool = True) ->
         with scratch.open(
             "xb"
         ) as file:  # "x" opens no file that is there, nor one that a link names
-            # What UTF-8 cannot encode (half of a surrogate pair) becomes \\udc80, as JSON writes
-            # it.
-            file.write(
-                content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-            )
+            if isinstance(content, str):
+                # What UTF-8 cannot encode (half of a surrogate pair) becomes \\udc80, as in JSON.
+                content = content.encode("utf-8", "backslashreplace")
+            file.write(content)
             file.flush()
             if is_synced:
                 os.fsync(file.fileno())

@@ -14,7 +14,7 @@ import shutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -105,7 +105,6 @@ def load_object(spec: str) -> Any:
         raise GruppoError(
             f"{place}:{name} cannot be loaded: {type(error).__name__}: {error}."
         ) from error
-    # what the module itself defines
     own = [
         other
         for other, value in vars(module).items()
@@ -197,13 +196,12 @@ def load_file(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if Path(frame.filename) == path]
+        line = next((frame.lineno for frame in frames[::-1] if Path(frame.filename) == path), None)
         text = (str(error).splitlines() or [""])[0]
         if isinstance(error, SyntaxError):
-            text = error.msg
-            lines += [error.lineno] if error.filename == str(path) else []
-        raise GruppoError(f"""{path}, line {lines[-1] if lines else None}, raised
-            {type(error).__name__} on import: {text}. Fix the file and try again.""") from error
+            line, text = error.lineno, error.msg
+        raise GruppoError(f"""{path}, line {line}, raised {type(error).__name__} on import: {text}.
+            Fix the file and try again.""") from error
     return module
 
 
@@ -227,15 +225,15 @@ def code_digest(spec: str) -> str | None:
     None for the name of anything else.
     """
     place = spec.rpartition(":")[0]
+    top = place.split(".")[0]
     if is_file_name(place):
         waiting = [Path(place).expanduser().resolve()]
-    elif not place or place.split(".")[0] in {*sys.stdlib_module_names, "gruppo"} - {"__main__"}:
+    elif not place or (top != "__main__" and top in {*sys.stdlib_module_names, "gruppo"}):
         return None
     else:  # a script that is run is the module __main__, one that is loaded has a name of ours
         # not getattr, with which a lazy module would import what it stands for
         root = getattr(sys.modules.get(place), "__dict__", {}).get("__file__")
-        parts = place.split(".")
-        waiting = [Path(root)] if root else [_module_in(Path(f), parts) for f in sys.path]
+        waiting = [Path(root)] if root else [_module_in(Path(folder), place) for folder in sys.path]
     digests: dict[Path, str] = {}
     while waiting:
         file = waiting.pop()
@@ -245,18 +243,18 @@ def code_digest(spec: str) -> str | None:
         digests[file] = hashlib.sha256(source).hexdigest()
         with suppress(SyntaxError, ValueError, RecursionError):
             for node in ast.walk(ast.parse(source)):
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                if isinstance(node, ast.ImportFrom):
-                    names = [node.module] if node.module else [alias.name for alias in node.names]
-                waiting += [_module_in(file.parent, name.split(".")) for name in names]
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    names = [alias.name for alias in node.names]
+                    names = [getattr(node, "module", None) or name for name in names]
+                    waiting += [_module_in(file.parent, name) for name in names]
     if not digests:
         return None
     return hashlib.sha256("".join(sorted(digests.values())).encode()).hexdigest()
 
 
-def _module_in(folder: Path, parts: Sequence[str]) -> Path:
+def _module_in(folder: Path, name: str) -> Path:
     """The file of a module in a folder, which may not exist."""
-    path = folder.joinpath(*parts)
+    path = folder.joinpath(*name.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
@@ -267,7 +265,8 @@ def describe_error(error: BaseException) -> tuple[str, int]:
     for frame, line in traceback.walk_tb(error.__traceback__):
         if is_users_module(frame.f_globals.get("__name__") or "", frame.f_code.co_filename):
             place = f"{frame.f_code.co_filename}, line {line}, in {frame.f_code.co_name}"
-    what, code = f"{type(error).__name__}: {error}", GruppoError.exit_code
+    what = f"{type(error).__name__}: {error}"
+    code = GruppoError.exit_code
     if isinstance(error, GruppoError):
         message, code = error.message(as_flag), error.exit_code
     elif type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported here
@@ -299,7 +298,7 @@ def transformers_error(error: Exception, what: str) -> str:
     line = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
     if line.endswith(":"):
         return f"it has no {what} that transformers can open."
-    return line if line.endswith((".", "!", "?")) else f"{line}."
+    return line.rstrip(".") + "."
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
@@ -310,11 +309,11 @@ def counted(count: int, noun: str, plural: str = "") -> str:
 def command_name(program: str = "gruppo") -> str:
     """Command that runs a program of this Python from here: its name where the shell finds it, else
     its path."""
-    beside = Path(sys.executable).with_name(program)
+    path = Path(sys.executable).with_name(program)
     found = shutil.which(program)
-    if not beside.exists() or (found and Path(found).resolve() == beside.resolve()):
+    if not path.exists() or (found and Path(found).resolve() == path.resolve()):
         return program
-    return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def install_command(extra: str) -> str:

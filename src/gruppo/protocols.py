@@ -208,30 +208,15 @@ class ConversationMixin:
 
 
 class ServingMixin:
-    """A policy whose tokens an inference server can sample."""
+    """A policy whose tokens an inference server can sample: ``sample`` and ``continue_rollouts``
+    take ``generate``, a ``GenerateTokens`` that samples them elsewhere."""
+
+    sample: Callable[..., Rollouts]
+    continue_rollouts: Callable[..., Rollouts]
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Token ids that end a row."""
-        raise NotImplementedError
-
-    def sample_with(
-        self, generate: GenerateTokens, requests: Sequence[Request], sampling: Any, *, seed: int
-    ) -> Rollouts:
-        """``sample``, with tokens that ``generate`` samples elsewhere."""
-        raise NotImplementedError
-
-    def continue_with(
-        self,
-        generate: GenerateTokens,
-        rollouts: Rollouts,
-        replies: Mapping[int, Any],
-        sampling: Any,
-        *,
-        seed: int,
-        max_reply_tokens: int = 256,
-    ) -> Rollouts:
-        """``continue_rollouts``, with tokens that ``generate`` samples elsewhere."""
         raise NotImplementedError
 
     def served_weights(self) -> Iterator[tuple[str, Tensor]]:

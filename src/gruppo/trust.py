@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gruppo import loading
-from gruppo.integrity import read_json
+from gruppo.integrity import read_json, replace_file
 from gruppo.loading import full_name, is_file_name
 from gruppo.types import GruppoError
 
@@ -88,15 +88,12 @@ def imports_of_run(settings: Any, folder: Path | None = None) -> list[str]:
 
 def imports_of_models(settings: Any) -> dict[Path, list[str]]:
     """Names of functions in the saved models that a nested config names, by their folders."""
-    if isinstance(settings, Mapping | list | tuple):
-        parts = settings.values() if isinstance(settings, Mapping) else settings
-        return {
-            folder: names for part in parts for folder, names in imports_of_models(part).items()
-        }
-    if (
-        not isinstance(settings, str) or not settings
-    ):  # "" would be the folder that the command is called from
-        return {}
+    if isinstance(settings, Mapping):
+        settings = list(settings.values())
+    if isinstance(settings, list | tuple):
+        return dict(item for part in settings for item in imports_of_models(part).items())
+    if not isinstance(settings, str) or not settings:
+        return {}  # "" would be the folder that the command is called from
     folder = Path(settings).expanduser()
     return {path: names for path in (folder, folder / "final") if (names := imports_of_model(path))}
 
@@ -124,27 +121,21 @@ def check(
     """Refuse a folder that would import what it did not name when this user created it."""
     if not names:
         return
-    is_served = any(name.startswith((*SERVERS.values(), "openenv:", "judge:")) for name in names)
-    what, look = (
-        ("code to run, or servers to use", " and check the servers")
-        if is_served
-        else ("code to run", "")
-    )
-    listed = f"{folder} names {what}: {', '.join(dict.fromkeys(names))}."
-    flags = (
-        ["--trust-remote-code"]
-        if any(REMOTE_CODE in name for name in names) and not trust_remote_code
-        else []
-    )
+    listed = f"{folder} names code to run or servers: {', '.join(dict.fromkeys(names))}."
+    flags = []
     if not (trust_run or _is_trusted(folder, names)):
-        flags.insert(0, "--trust-run")
-        options = ", ".join(f"{flag.strip('-').replace('-', '_')}=True" for flag in flags)
+        flags.append("--trust-run")
+    if not trust_remote_code and any(REMOTE_CODE in name for name in names):
+        flags.append("--trust-remote-code")
+    options = ", ".join(f"{flag.strip('-').replace('-', '_')}=True" for flag in flags)
+    how = f"add {' '.join(flags)} (in Python {options})"
+    if "--trust-run" in flags:
         raise GruppoError(f"""{listed} No command of yours on this machine created it there with
-            that. Read the code{look}; if you trust it, add {" ".join(flags)} (in Python {options}),
-            or set {TRUSTED} to a folder above.""")
+            that. Read the code and check the servers; if you trust it, {how}, or set {TRUSTED} to
+            a folder above.""")
     if flags:
         raise GruppoError(f"""{listed} Only the command line can turn that on, no file. If you trust
-            the repository, add {flags[0]} (in Python trust_remote_code=True).""")
+            the repository, {how}.""")
 
 
 @contextmanager
@@ -159,20 +150,12 @@ def opening(
 
 
 def _is_trusted(folder: Path, names: Collection[str]) -> bool:
-    if loading.listed is not None and loading.listed.issuperset(
-        names
-    ):  # of the run that names this folder
-        return True
+    if loading.listed is not None and loading.listed.issuperset(names):
+        return True  # of the run that names this folder
     place = folder.expanduser().resolve()
-    for text in filter(None, os.environ.get(TRUSTED, "").split(os.pathsep)):
-        parent = Path(text).expanduser()
-        if not parent.is_absolute():
-            raise GruppoError(
-                f"{TRUSTED} has {text!r}, which means another folder in each folder. Give its full "
-                f"path."
-            )
-        if place.is_relative_to(parent.resolve()):
-            return True
+    parents = filter(None, os.environ.get(TRUSTED, "").split(os.pathsep))
+    if any(place.is_relative_to(_full_path(TRUSTED, parent).resolve()) for parent in parents):
+        return True
     for path in (place, *place.parents):  # a model's folder is part of the run above it
         with suppress(OSError, ValueError, RuntimeError, KeyError, TypeError):
             record = read_json(_record_of(path))
@@ -194,23 +177,17 @@ def record(folder: Path, names: Collection[str]) -> None:
     try:
         place = folder.expanduser().resolve()
         file = _record_of(place)
-        if not names:  # another run may have been there
+        if names:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            content = {"folder": str(place), "imports": sorted(set(names))}
+            replace_file(file, json.dumps(content), is_synced=False)
+        else:  # another run may have been there
             file.unlink(missing_ok=True)
-            return
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = file.with_suffix(
-            f".tmp-{os.getpid()}"
-        )  # another command of this user may read it meanwhile
-        temporary.write_text(
-            json.dumps({"folder": str(place), "imports": sorted(set(names))}), encoding="utf-8"
-        )
-        temporary.replace(file)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+    except (OSError, RuntimeError, GruppoError) as error:  # RuntimeError: there is no home
         if names:
             log.warning(
                 "%s could not be recorded as yours (%s). It works now; opening it later needs "
-                "--trust-run. Set %s to a "
-                "folder that can be written, or %s to %s.",
+                "--trust-run. Set %s to a folder that can be written, or %s to %s.",
                 *(folder, error, STATE, TRUSTED, folder.absolute().parent),
             )
 
@@ -220,20 +197,21 @@ def _record_of(place: Path) -> Path:
 
 
 def state_folder() -> Path:
-    """GRUPPO_STATE, or where the platform keeps such files; the nodes of a cluster may share it."""
+    """GRUPPO_STATE, or where programs keep such files; the nodes of a cluster may share it."""
     if chosen := os.environ.get(STATE):
-        if (
-            not Path(chosen).expanduser().is_absolute()
-        ):  # a folder of somebody else could hold records of its own
-            raise GruppoError(
-                f"{STATE}={chosen!r} means another folder in each folder. Give its full path."
-            )
-        return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "gruppo"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "gruppo"
-    base = Path(
-        os.environ.get("XDG_STATE_HOME") or ""
-    )  # the specification: a relative one is ignored
+        return _full_path(STATE, chosen)
+    base = Path(os.environ.get("XDG_STATE_HOME") or "")
+    # the specification: a relative one is ignored
     return (base if base.is_absolute() else Path.home() / ".local" / "state") / "gruppo"
+
+
+def _full_path(variable: str, text: str) -> Path:
+    """A folder that a variable names; a relative one could be a stranger's, with records of his
+    own."""
+    path = Path(text).expanduser()
+    if not path.is_absolute():
+        raise GruppoError(
+            f"{variable} has {text!r}, which means another folder in each folder. Give its full "
+            f"path."
+        )
+    return path

@@ -4,14 +4,14 @@ with tools would."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils import get_json_schema
 
 CHATML = "{% if enable_thinking is defined %}{% endif %}"  # as Qwen3's reads it
-CHATML += files("gruppo.modalities.text").joinpath("chatml_tools.jinja").read_text(encoding="utf-8")
+CHATML += (Path(__file__).parents[2] / "examples/chatml_tools.jinja").read_text(encoding="utf-8")
 
 
 def tokenizer_of(texts: Sequence[str]) -> Any:

@@ -276,16 +276,6 @@ def test_a_template_without_the_assistants_words_costs_the_row_and_is_named():
     assert len(why) == 1 and "leaves the assistant's turn out of a conversation" in why.pop()
 
 
-def rendered(messages):
-    """A user's words, <, the assistant's words, an end: as nanochat writes a conversation to be
-    completed."""
-    ids = []
-    for message in messages:
-        own = list(message["content"].encode())
-        ids += [*own, 60] if message["role"] == "user" else [*own, END]
-    return ids
-
-
 def own_module(render):
     torch.manual_seed(0)
     return doubled(
@@ -293,17 +283,12 @@ def own_module(render):
     )
 
 
-def test_a_module_of_ones_own_converses_by_its_render():
-    policy = own_module(rendered)
-    rollouts = conversed(policy, talks(), replace(SAMPLING, stop=tuple(map(chr, range(32, 110)))))
-    assert rollouts.per_row["turns"].max() > 2
-    for row in range(len(rollouts)):
-        runs, output = segments(rollouts, row), rollouts.completions[row]
-        own = [ids for is_own, ids in runs if is_own]
-        assert [ids for is_own, ids in runs if not is_own] == [
-            [*([] if before[-1] == END else [END]), *reply["content"].encode(), 60]
-            for before, reply in zip(own, output[1::2], strict=False)
-        ]
+def test_a_tokenizer_of_ones_own_writes_no_messages_after_an_answer():
+    policy = own_module(lambda messages: list(messages[0]["content"].encode()))
+    stop = tuple(map(chr, range(32, 110)))
+    rollouts = conversed(policy, talks(), replace(SAMPLING, stop=stop))
+    why = set(environment_failures(rollouts).values())
+    assert len(why) == 1 and "writes no messages after an answer" in why.pop()
 
 
 # --- ends -----------------------------------------------------------------------------------------

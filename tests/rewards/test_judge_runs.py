@@ -158,7 +158,7 @@ def test_a_foreign_run_with_a_judge_asks_nobody_without_the_flag(server, tmp_pat
         lambda: gruppo.train(foreign, steps=1, show=False, name="again", runs_dir=str(tmp_path)),
     ):
         with pytest.raises(
-            GruppoError, match=rf"servers to use: judge:{tmp_path}/mine.toml.*trust_run|trust_run"
+            GruppoError, match=rf"servers: judge:{tmp_path}/mine.toml.*trust_run|trust_run"
         ):
             act()
     assert len(server.bodies) == asked

@@ -39,11 +39,11 @@ class CallingPolicy(TextPolicy):
     ) -> None:
         self.tools = tools or ()
 
-    def sample_with(self, *args: Any, **options: Any) -> Rollouts:
-        return self._parsed(super().sample_with(*args, **options))
+    def sample(self, *args: Any, **options: Any) -> Rollouts:
+        return self._parsed(super().sample(*args, **options))
 
-    def continue_with(self, *args: Any, **options: Any) -> Rollouts:
-        return self._parsed(super().continue_with(*args, **options))
+    def continue_rollouts(self, *args: Any, **options: Any) -> Rollouts:
+        return self._parsed(super().continue_rollouts(*args, **options))
 
     def _parsed(self, rollouts: Rollouts) -> Rollouts:
         completions = []

@@ -97,7 +97,7 @@ def test_a_tool_recipe_shows_calls_then_samples_them_with_any_chat_model(name, t
         "steps": 2,
         "supervised__batch": 2,
     }
-    tokenizer = family_tokenizer(read_template("chatml-tools"), ["<|im_end|>"])
+    tokenizer = family_tokenizer(read_template("examples/chatml_tools.jinja"), ["<|im_end|>"])
     tokenizer.save_pretrained(tmp_path / "tiny")
     sizes_of_model = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     causal_lm("Llama", max_position_embeddings=1024, **sizes_of_model).save_pretrained(

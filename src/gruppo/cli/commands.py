@@ -199,7 +199,7 @@ def export(
     adapter: Annotated[bool, "Keep the adapter separate, for peft."] = False,
     push: Annotated[str, "Upload it to this repository of the Hugging Face hub, OWNER/NAME."] = "",
     private: Annotated[bool, "Make the repository private."] = False,
-    license: Annotated[str, "License for the model card; default: that of the base model."] = "",
+    license: Annotated[str, "License for the model card."] = "",
     trust_run: TrustRun = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:

@@ -376,16 +376,16 @@ class PromptsConfig:
     """Fraction of the prompts held out for evaluation, chosen by hash."""
     difficulty_column: str = ""
     """Column with a number, higher is harder, for a stage's difficulty."""
-    special_tokens: Literal["split", "refuse", "keep"] = "split"
-    """Special tokens in the text of prompts: encoded as text, refused, or kept.
+    special_tokens: Literal["split", "keep"] = "split"
+    """Special tokens in the text of prompts: encoded as text, or kept.
 
     keep is for prompts that already have the chat template applied.
     """
     chat_template: str = ""
-    """Chat template: a Jinja file, or chatml-tools; default: the model's own.
+    """Chat template, a Jinja file; default: the model's own.
 
-    chatml-tools writes tools for models with the tokens <|im_start|> and <|im_end|> whose own
-    template ignores them.
+    examples/chatml_tools.jinja writes tools for models with the tokens <|im_start|> and <|im_end|>
+    whose own template ignores them.
     """
     chat_template_kwargs: Annotated[str, BeforeValidator(_as_json)] = ""
     """Variables of the chat template, as JSON: '{"enable_thinking": false}'.

@@ -31,20 +31,17 @@ def model_card(
     *,
     base: str = "",
     license: str = "",
-    step: int | None = None,
     picture: str = "",
 ) -> str:
     """Describe the model that a run trained and that is in the folder ``model``.
 
-    ``base`` is the hub id of the model that training began with, ``step`` that of the weights if it
-    is not the last one, ``picture`` the file of the curves. Absolute paths are cut to their last
-    part.
+    ``base`` is the hub id of the model that training began with, ``picture`` the file of the
+    curves. Absolute paths are cut to their last part.
     """
     config = serialization.load(run_dir / "config.json")
     began = base or config.model
     facts = {
         "model": began,
-        "weights": "of the last step" if step is None else f"of step {step}, the best one",
         "license": license or f"not stated here; that of {began} applies",
         **_facts(run_dir, config),
     }

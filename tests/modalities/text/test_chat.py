@@ -69,17 +69,6 @@ NO_SYSTEM = (
 SYSTEM = {"role": "system", "content": ""}
 
 
-def test_an_empty_system_message_is_left_out_where_the_template_refuses_it_and_written_elsewhere(
-    chat, tokenizer
-):
-    assert chat.text_with_specials(chat.encode([SYSTEM, USER])).startswith(
-        "<|system|><|end|><|user|>"
-    )
-    tokenizer.chat_template = NO_SYSTEM + CHAT_TEMPLATE
-    strict = Chat(tokenizer, [0])
-    assert strict.encode([SYSTEM, USER]) == strict.encode([USER])
-
-
 def test_what_a_template_refuses_is_a_data_error_with_its_message(tokenizer):
     tokenizer.chat_template = NO_SYSTEM + CHAT_TEMPLATE
     chat = Chat(tokenizer, [0])
@@ -202,11 +191,6 @@ def test_a_run_names_the_row_of_special_tokens_in_its_data(tmp_path, caplog):
     rows = [{"prompt": f"{n} + 1 = ?", "answer": n + 1} for n in range(8)]
     rows[4]["prompt"] = [{"role": "user", "content": "1 + 1 = <eos>"}]
     config = tiny.config(tmp_path, data=tiny.write_rows(tmp_path / "rows.jsonl", rows), steps=1)
-    with pytest.raises(
-        DataError,
-        match=r"^row 5: the text of prompt '4' holds the special token <eos>, which .* split",
-    ):
-        build(api.change(config, {"prompts__special_tokens": "refuse"}), Parts())
     for mode, warnings in (("split", 1), ("keep", 0)):
         caplog.clear()
         run, _ = build(api.change(config, {"prompts__special_tokens": mode}), Parts())

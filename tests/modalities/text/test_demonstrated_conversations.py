@@ -33,7 +33,7 @@ SHOWN = [says(a=12, b=34), RESULT, says("It is 408.")]
 
 
 def chat() -> Chat:
-    tokenizer = family_tokenizer(read_template("chatml-tools"), [END], bos=None)
+    tokenizer = family_tokenizer(read_template("examples/chatml_tools.jinja"), [END], bos=None)
     made = Chat(tokenizer, [tokenizer.eos_token_id])
     made.set_tools(TOOLS)
     return made
@@ -90,10 +90,10 @@ def test_a_demonstrated_conversation_is_what_was_sampled_turn_by_turn():
         return Generated(ids, torch.zeros(ids.shape), torch.tensor([ids.shape[1]]), ("stop",))
 
     def sample(requests, sampling, *, seed):
-        return of.sample_with(generate, requests, sampling, seed=seed)
+        return of.sample(requests, sampling, seed=seed, generate=generate)
 
     def go_on(rollouts, replies, sampling, **options):
-        return of.continue_with(generate, rollouts, replies, sampling, **options)
+        return of.continue_rollouts(rollouts, replies, sampling, generate=generate, **options)
 
     prompt = Prompt("p", [USER], SHOWN)
     sampled = converse(

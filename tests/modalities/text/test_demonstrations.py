@@ -14,7 +14,7 @@ from tests.fakes import HUGGING_FACE, ByteTokenizer, Says, bpe_tokenizer, llama
 from gruppo.core.weights import loss_weights
 from gruppo.modalities.text import from_module
 from gruppo.modalities.text.chat import Chat
-from gruppo.modalities.text.demonstrations import answer_ids, target_text
+from gruppo.modalities.text.demonstrations import answer_ids, messages_of
 from gruppo.types import GruppoError, Prompt, Request, Sampling
 
 USER = {"role": "user", "content": "abc"}
@@ -94,17 +94,17 @@ def test_a_tokenizer_of_ones_own_writes_text_and_the_end():
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        ("12", "12"),
-        (12, "12"),
-        (0, "0"),
-        ({"role": "assistant", "content": "12"}, "12"),
-        ([{"role": "assistant", "content": "12"}], "12"),
-        (None, ""),
-        (math.nan, ""),
+        ("12", ["12"]),
+        (12, ["12"]),
+        (0, ["0"]),
+        ({"role": "assistant", "content": "12"}, ["12"]),
+        ([{"role": "assistant", "content": "12"}], ["12"]),
+        (None, []),
+        (math.nan, []),
     ],
 )
 def test_the_text_of_a_target(target, text):
-    assert target_text(target) == text
+    assert [message["content"] for message in messages_of(target)] == text
 
 
 @pytest.mark.parametrize(

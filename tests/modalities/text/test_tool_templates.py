@@ -246,10 +246,10 @@ def test_smollm2_has_no_tools_until_our_template_is_set():
     tokenizer = family_tokenizer(SMOLLM, ["<|im_end|>", "<|im_start|>"])
     chat = Chat(tokenizer, [tokenizer.eos_token_id])
     with pytest.raises(
-        GruppoError, match=r"ignores tools: it leaves their calls out\. Set .* chatml-tools\."
+        GruppoError, match=r"ignores tools: it leaves their calls out\. Set .* chatml_tools\.jinja"
     ):
         chat.set_tools(TOOLS)
-    chat.configure(PromptsConfig(chat_template="chatml-tools"))
+    chat.configure(PromptsConfig(chat_template="examples/chatml_tools.jinja"))
     chat.set_tools(TOOLS)
     assert tokenizer.chat_template == SMOLLM
     for rounds in (AFTER_TOOLS, AFTER_USER):
@@ -391,8 +391,8 @@ def test_the_mask_is_what_the_policy_wrote_and_the_row_the_whole_conversation(na
 
     spans: list[range] = []
     rollouts = converse(
-        partial(policy.sample_with, write),
-        partial(policy.continue_with, write),
+        partial(policy.sample, generate=write),
+        partial(policy.continue_rollouts, generate=write),
         environment,
         [Request(Prompt("1", [USER]), 1)],
         Sampling(max_actions=4096),

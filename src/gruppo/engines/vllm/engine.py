@@ -111,12 +111,14 @@ class VllmEngine(Engine):
     # --- sampling ---
 
     def generate(self, requests: Sequence[Request], sampling: Any, *, seed: int) -> Rollouts:
-        return self.policy.sample_with(self._generate, requests, sampling, seed=seed)
+        return self.policy.sample(requests, sampling, seed=seed, generate=self._generate)
 
     def continue_rollouts(
         self, rollouts: Rollouts, replies: Mapping[int, Any], sampling: Any, **how: Any
     ) -> Rollouts:
-        return self.policy.continue_with(self._generate, rollouts, replies, sampling, **how)
+        return self.policy.continue_rollouts(
+            rollouts, replies, sampling, generate=self._generate, **how
+        )
 
     def progress(self) -> str:
         """What is being sampled, for the screen; "" if nothing is."""

@@ -26,7 +26,6 @@ Render = Callable[[Sequence[Any]], list[int]]
 """Messages to ids up to where the assistant answers, for a tokenizer without chat template."""
 
 _GREETING = {"role": "user", "content": "Hello."}
-_EMPTY_SYSTEM = {"role": "system", "content": ""}
 _PLACEHOLDER = "gruppo5spoke5here"
 """Stands for the assistant's turn where only the text that a template writes behind it is
 needed."""
@@ -38,9 +37,8 @@ may loop."""
 class Chat:
     """A tokenizer and its way of writing conversations.
 
-    A Hugging Face tokenizer with its chat template, without empty system messages that the template
-    refuses; or, with ``is_plain``, one with ``encode(text) -> ids`` and ``decode(ids) -> text``,
-    and ``render(messages) -> ids``.
+    A Hugging Face tokenizer with its chat template; or, with ``is_plain``, one with ``encode(text)
+    -> ids`` and ``decode(ids) -> text``, and ``render(messages) -> ids``.
     """
 
     def __init__(
@@ -78,35 +76,29 @@ class Chat:
         by itself."""
         self.template_kwargs = chat_template.template_kwargs(prompts.chat_template_kwargs)
         """Further variables of the chat template, such as enable_thinking."""
-        if self.is_plain and (prompts.chat_template or self.template_kwargs):
+        self.tokenizer = self._original_tokenizer
+        if not (prompts.chat_template or self.template_kwargs):
+            return
+        if self.is_plain:
             raise GruppoError(
                 "a module with render of its own has no chat template",
                 advice="Leave $prompts.chat_template out",
             )
-        self.tokenizer = self._original_tokenizer
         if prompts.chat_template:
             self.tokenizer = copy.copy(self.tokenizer)  # the caller's stays as it is
             self.tokenizer.chat_template = chat_template.read_template(prompts.chat_template)
-        self._drops_empty_system = False
-        if self.is_plain or not self.can_chat:
-            return
         for name in self.template_kwargs:  # a misspelled one would change nothing, silently
             if not re.search(rf"\b{name}\b", str(self.tokenizer.chat_template)):
                 raise GruppoError(
                     f"prompts.chat_template_kwargs sets {name}, which the chat template never reads"
                 )
-        if prompts.chat_template or self.template_kwargs:
-            try:
-                self.rendered([_GREETING])
-            except Exception as error:  # a template may fail in any way
-                raise GruppoError(
-                    f"the chat template cannot write a conversation: {error}",
-                    option="prompts.chat_template",
-                ) from None
         try:
-            self._drops_empty_system = not self._encode_messages([_EMPTY_SYSTEM, _GREETING])
-        except Exception:  # raised again when a conversation needs the template
-            self._drops_empty_system = True
+            self.rendered([_GREETING])
+        except Exception as error:  # a template may fail in any way
+            raise GruppoError(
+                f"the chat template cannot write a conversation: {error}",
+                option="prompts.chat_template",
+            ) from None
 
     def set_tools(self, tools: Tools) -> None:
         """Read the calls of these tools from what the model writes; GruppoError if the template has
@@ -123,36 +115,36 @@ class Chat:
         """SHA-256 of the tokenizer and of the chat template, or of the user's code in their
         place."""
         if self.is_plain:
-            code = {"tokenizer": type(self.tokenizer), "chat template": self.render}
             return {
-                name: code_digest(f"{getattr(value, '__module__', '')}:")
-                for name, value in code.items()
+                "tokenizer": code_digest(f"{type(self.tokenizer).__module__}:"),
+                "chat template": code_digest(f"{getattr(self.render, '__module__', '')}:"),
             }
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         model = self.tokenizer.get_vocab() if backend is None else json.loads(backend.to_str())
-        for setting in ("padding", "truncation"):  # left by the last call
-            model.pop(setting, None)
+        model = model | {"padding": None, "truncation": None}  # left by the last call
         template = [self.tokenizer.chat_template, self.template_kwargs, self.tools]
-        return {
-            name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
-            for name, part in (("tokenizer", model), ("chat template", template))
-        }
+        return {"tokenizer": _sha256(model), "chat template": _sha256(template)}
 
     def encode(self, inputs: Any, tools: Tools = ()) -> list[int]:
         """Ids of a string, or of messages and the schemas of tools up to where the assistant
         answers."""
         if isinstance(inputs, str):
             ids = list(self.tokenizer.encode(self._without_special(inputs)))
+        elif self.render is not None:
+            ids = list(self.render(inputs))
         elif self.can_chat:
-            ids = self._encode_messages(inputs, tools)
-        elif self.is_plain:
-            raise DataError("""the prompt is a conversation, but this policy was built without
-                render. Pass render=messages_to_ids to from_module, or give prompts as plain
-                strings.""")
+            continues = inputs[-1]["role"] == "assistant"
+            ids = self._apply_template(
+                self._without_special(inputs),
+                tools,
+                tokenize=True,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+            )
         else:
             raise DataError("""the prompt is a conversation, but this tokenizer has no chat
-                template. Use a chat model, give prompts as plain strings, or set
-                tokenizer.chat_template.""")
+                template. Use a chat model, give prompts as plain strings, set
+                tokenizer.chat_template, or pass render=messages_to_ids to from_module.""")
         if not ids:
             raise DataError(
                 f"the prompt {inputs!r} has no tokens; a model needs at least one to answer."
@@ -176,19 +168,18 @@ class Chat:
         try:
             # the answer keeps its end token, for which it is refused later
             messages = [*self._without_special(inputs), answer]
-            return self._apply_template(messages, tools, tokenize=True, return_dict=False)
+            return self._apply_template(messages, tools, tokenize=True)
         except DataError:
             return []
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a text between others, without tokens of a beginning or end."""
-        if self.is_plain:
-            return list(self.tokenizer.encode(text))
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """Ids of a string between others, without tokens of a beginning or end."""
+        options = {} if self.is_plain else {"add_special_tokens": False}
+        return list(self.tokenizer.encode(text, **options))
 
     def _encode_between(self, text: str) -> list[int]:
-        """Ids of a text behind others, without the space that some tokenizers put before the
-        beginning of a text."""
+        """Ids of a string behind others, without the space that some tokenizers put before the
+        beginning of a string."""
         for anchor in ("\n", "#", "a"):
             before = self.encode_text(anchor)
             whole = self.encode_text(anchor + text)
@@ -226,7 +217,8 @@ class Chat:
             text = self._without_special(reply)
             return self.encode_text(text) if self.is_plain else self._encode_between(text)
         if self.is_plain:
-            return self._render_reply(inputs, completion, reply, is_closed=is_closed)
+            raise DataError("""a tokenizer of your own writes no messages after an answer. Give
+                prompts and replies as plain strings, or a Hugging Face tokenizer.""")
         if inputs[-1]["role"] == "assistant":  # that turn continues in the completion
             inputs = inputs[:-1]
         before = self._without_special([*inputs, *completion[:-1]])
@@ -237,27 +229,15 @@ class Chat:
         if not is_closed or not ends:
             return self._encode_between(tail)
         # without the end token that the answer already has, but encoded behind it: some tokenizers
-        # put a space before the beginning of a text
-        end = next((end for end in ends if tail.lstrip().startswith(end)), None)
-        if end is not None:
-            tail = tail.lstrip()[len(end) :]
-        ids = self.encode_text((end or ends[0]) + tail)
+        # put a space before the beginning of a string
+        stripped = tail.lstrip()
+        end = next((end for end in ends if stripped.startswith(end)), None)
+        if end is None:
+            end = ends[0]
+        else:
+            tail = stripped.removeprefix(end)
+        ids = self.encode_text(end + tail)
         return ids[1:] if ids and ids[0] in self.eos_ids else self.encode_text(tail)
-
-    def _render_reply(
-        self, inputs: Any, completion: Any, reply: Any, *, is_closed: bool
-    ) -> list[int]:
-        """``encode_reply`` by the user's ``render``."""
-        begun = self._encode_messages([*inputs, *completion[:-1]])
-        begun += self.encode_text(completion[-1]["content"])
-        whole = self._encode_messages([*inputs, *completion, *reply])
-        if whole[: len(begun)] != begun:
-            raise DataError("""render writes the beginning of a longer conversation differently, so
-                no reply can be added to the sampled tokens. Let render(messages) begin with
-                render(messages before the answer) and the answer's ids, or give prompts as plain
-                strings.""")
-        ids = whole[len(begun) :]
-        return ids[1:] if is_closed and ids and ids[0] in self.eos_ids else ids
 
     def _end_tokens(self) -> list[str]:
         return self.tokenizer.convert_ids_to_tokens(list(self.eos_ids))
@@ -276,8 +256,7 @@ class Chat:
         calls: list[dict[str, Any]] = []
         for result, call_id in zip_longest(results, ids):
             function: dict[str, Any] = {"name": result.get("name") or "tool", "arguments": {}}
-            call = {"type": "function", "function": function}
-            calls.append(call | ({"id": call_id} if call_id else {}))
+            calls.append({"id": call_id, "function": function})
         if calls:
             calls[-1]["function"]["arguments"] = {"placeholder": _PLACEHOLDER}
         # a template may refuse two calls in a turn (Llama) or write the first alone (gpt-oss),
@@ -306,22 +285,6 @@ class Chat:
 
     # --- templates ---
 
-    def _encode_messages(self, messages: Sequence[Any], tools: Tools = ()) -> list[int]:
-        """Ids up to where the assistant answers or continues its last turn."""
-        if self.render is not None:
-            return list(self.render(messages))
-        continues = messages[-1]["role"] == "assistant"
-        return list(
-            self._apply_template(
-                self._without_special(messages),
-                tools,
-                tokenize=True,
-                return_dict=False,
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
-            )
-        )
-
     def rendered(
         self, messages: Sequence[Any], tools: Tools = (), *, is_answered: bool = False
     ) -> str:
@@ -330,24 +293,17 @@ class Chat:
             messages, tools, tokenize=False, add_generation_prompt=not is_answered
         )
 
-    def generation_prompt(self) -> str:
-        """What the template writes where the assistant answers."""
-        return self.rendered([_GREETING]).removeprefix(self.rendered([_GREETING], is_answered=True))
-
     def _apply_template(self, messages: Sequence[Any], tools: Tools, **options: Any) -> Any:
         from jinja2 import TemplateError
 
-        messages = list(messages)
-        begins_empty = messages[0]["role"] == "system" and messages[0]["content"] == ""
-        if self._drops_empty_system and begins_empty and len(messages) > 1:
-            messages = messages[1:]
-        options |= {**self.template_kwargs, "tools": self._without_special(list(tools)) or None}
+        options |= {**self.template_kwargs, "return_dict": False}
+        options["tools"] = self._without_special(list(tools)) or None
 
         def apply() -> Any:
             apply_template = self.tokenizer.apply_chat_template
             try:
                 return apply_template(prepared(messages), **options)
-            except TypeError:  # DeepSeek's templates join the arguments of a call to texts
+            except TypeError:  # DeepSeek's templates join the arguments of a call to strings
                 return apply_template(prepared(messages, arguments_as_text=True), **options)
 
         try:
@@ -381,7 +337,9 @@ class Chat:
         """
         if not tools:
             return {"role": "assistant", "content": text}
-        begun = self.generation_prompt()
+        # what the template writes where the assistant answers
+        begun = self.rendered([_GREETING])
+        begun = begun.removeprefix(self.rendered([_GREETING], is_answered=True))
         if inputs[-1]["role"] == "assistant":
             begun += inputs[-1]["content"]
         message = self.parsed(self.text_with_specials(ids), begun, tools, self._tool_format)
@@ -443,11 +401,8 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     return text[: min((at for at in map(text.find, stop) if at >= 0), default=None)]
 
 
-def special_token_error(prompt_id: str, token: str) -> str:
-    return (
-        f"the text of prompt {prompt_id!r} holds the special token {token}, which the model would "
-        f"read as a control token. Remove it, or set --prompts.special-tokens split."
-    )
+def _sha256(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _any_of(texts: Sequence[str]) -> re.Pattern[str]:

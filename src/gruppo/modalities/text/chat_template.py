@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from gruppo.types import DataError, GruppoError
 if TYPE_CHECKING:
     from gruppo.modalities.text.chat import Chat
 
-BUNDLED_TEMPLATES = {"chatml-tools": "chatml_tools.jinja"}
-"""Templates of gruppo, by the name that ``prompts.chat_template`` takes."""
 MAX_TEMPLATE_BYTES = 1 << 20
 RESERVED = {
     "add_generation_prompt",
@@ -39,37 +38,32 @@ _TOOL = {"role": "tool", "name": "probe_tool", "content": _RESULT}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}
 
 
-def read_template(name: str) -> str:
-    """The text of a chat template: a file, or one of gruppo's."""
-    if name in BUNDLED_TEMPLATES:
-        path = Path(__file__).parent / BUNDLED_TEMPLATES[name]
-    else:
-        path = Path(name).expanduser()
+def read_template(file: str) -> str:
+    """The text of a chat template's file."""
     try:
-        return read_file(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+        return read_file(Path(file).expanduser(), MAX_TEMPLATE_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
         raise GruppoError(
-            f"the chat template {name} cannot be read ({error})",
+            f"the chat template {file} cannot be read ({error})",
             option="prompts.chat_template",
-            advice=f"to a Jinja file, or to {', '.join(BUNDLED_TEMPLATES)}",
+            advice="to a Jinja file",
         ) from None
 
 
 def template_kwargs(text: str) -> dict[str, Any]:
     """Parse further variables of a chat template, a JSON object."""
-    try:
+    with suppress(ValueError):
         values = json.loads(text or "{}")
-    except ValueError:
-        values = None
-    if not isinstance(values, dict) or not all(map(str.isidentifier, values)):
-        raise GruppoError(
-            f"prompts.chat_template_kwargs is {text!r:.80}",
-            advice="""It needs a JSON object, such as $prompts.chat_template_kwargs
-                '{"enable_thinking": false}'""",
-        )
-    if taken := RESERVED & set(values):
-        raise GruppoError(f"prompts.chat_template_kwargs sets {taken.pop()}, which gruppo sets")
-    return values
+        if isinstance(values, dict) and all(map(str.isidentifier, values)):
+            if taken := RESERVED & set(values):
+                problem = f"prompts.chat_template_kwargs sets {taken.pop()}, which gruppo sets"
+                raise GruppoError(problem)
+            return values
+    raise GruppoError(
+        f"prompts.chat_template_kwargs is {text!r:.80}",
+        advice="""It needs a JSON object, such as $prompts.chat_template_kwargs '{"enable_thinking":
+            false}'""",
+    )
 
 
 def prepared(
@@ -119,8 +113,8 @@ def tool_format(chat: Chat) -> ToolFormat | None:
 
     GruppoError where the template ignores tools, or writes calls that nothing reads.
     """
-    advice = f"""Set $prompts.chat_template to a Jinja file with tools, or, for models with the
-        tokens <|im_start|> and <|im_end|>, to {" or ".join(BUNDLED_TEMPLATES)}"""
+    advice = """Set $prompts.chat_template to a Jinja file with tools; for models with the tokens
+        <|im_start|> and <|im_end|>, there is chatml_tools.jinja in the examples"""
     if not chat.can_chat or chat.is_plain:
         problem = "the tools of the environment need a chat template, and this model has none"
         raise GruppoError(problem, advice=advice)
@@ -134,10 +128,9 @@ def tool_format(chat: Chat) -> ToolFormat | None:
         part = "results" if missing == [_RESULT] else "calls"
         problem = f"the model's chat template ignores tools: it leaves their {part} out"
         raise GruppoError(problem, advice=advice)
-    try:
+    whole = answered.partition(_RESULT)[0]
+    with suppress(DataError):  # of a call without its result
         whole = chat.rendered([_USER, _CALLING], chat.tools, is_answered=True)
-    except DataError:  # a call without its result
-        whole = answered.partition(_RESULT)[0]
     turn = whole.rpartition(_QUESTION)[2]
     has_own = getattr(chat.tokenizer, "response_template", None) is not None
     # the first format that reads back what the template wrote: several families begin their calls

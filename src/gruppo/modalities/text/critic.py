@@ -37,17 +37,16 @@ class SeparateCritic(NetworkCritic):
 @torch.no_grad()
 def check_same_tokens(policy: TextPolicy, model: TextPolicy) -> None:
     """Refuse a critic that would read the policy's token ids as other tokens."""
-    if policy.chat is model.chat:
-        differing: list[Any] = []
-    elif policy.chat.is_plain or model.chat.is_plain:
+    chats = (policy.chat, model.chat)
+    differing: list[Any] = []
+    if policy.chat is not model.chat:
         differing = ["without a vocabulary, which cannot be compared"]
-    else:
-        ours, theirs = (p.chat.tokenizer.get_vocab().items() for p in (policy, model))
-        differing = sorted(ours ^ theirs)
+        if not any(chat.is_plain for chat in chats):
+            ours, theirs = (chat.tokenizer.get_vocab().items() for chat in chats)
+            differing = sorted(ours ^ theirs)
     ids = torch.zeros(1, 2, dtype=torch.long)
-    sizes = {
-        p.backbone.head(p.backbone.features(ids.to(p.device))).shape[-1] for p in (policy, model)
-    }
+    backbones = (policy.backbone, model.backbone)
+    sizes = {one.head(one.features(ids.to(policy.device))).shape[-1] for one in backbones}
     if differing or len(sizes) > 1:
         what = f"tokens {differing[:2]}" if differing else f"numbers of token ids {sorted(sizes)}"
         raise GruppoError(

@@ -14,7 +14,6 @@ from gruppo.modalities.common.adapters import adapt_from, is_adapter, model_of
 from gruppo.modalities.common.lora import inject
 from gruppo.modalities.common.validation import refuse_unused_options
 from gruppo.modalities.text.bundled import BUNDLED
-from gruppo.modalities.text.chat import special_token_error
 from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.modalities.text.custom import ModelFunction, is_custom, names_function
 from gruppo.modalities.text.load import Adapt, four_bit_error, from_pretrained, give_adapter
@@ -96,23 +95,17 @@ class TextModality(Modality):
     ) -> None:
         assert isinstance(policy, TextPolicy)
         rewards.set_decoder(policy.chat.text)
-        # special tokens in the text of a prompt are refused, or encoded as text with one warning
-        # for all rows
+        # one warning for all rows
         prompts = data.all_prompts() if policy.chat.special_tokens != "keep" else ()
         for row, prompt in enumerate(prompts, start=1):
-            if not (token := policy.chat.special_token_in(prompt.inputs)):
-                continue
-            if policy.chat.special_tokens == "refuse":
-                raise DataError(f"row {row}: {special_token_error(prompt.id, token)}")
-            log.warning(
-                "row %d: the text of prompt %r holds the special token %s. Such tokens get a "
-                "space, which makes them text; set --prompts.special-tokens keep if the chat "
-                "template is already applied to these prompts.",
-                row,
-                prompt.id,
-                token,
-            )
-            break
+            if token := policy.chat.special_token_in(prompt.inputs):
+                log.warning(
+                    "row %d: the text of prompt %r holds the special token %s. Such tokens get a "
+                    "space, which makes them text; set --prompts.special-tokens keep if the chat "
+                    "template is already applied to these prompts.",
+                    *(row, prompt.id, token),
+                )
+                break
         check_lengths(data, policy, config)
 
     def critic(self, config: Config, policy: Policy, data: PromptSource) -> Critic | None:

@@ -22,7 +22,7 @@ from gruppo.loading import counted
 from gruppo.modalities.common.adapters import save_adapter
 from gruppo.modalities.common.lora import AdaptablePolicy, has_adapter
 from gruppo.modalities.text.backbones import Backbone
-from gruppo.modalities.text.chat import Chat, Tools, special_token_error
+from gruppo.modalities.text.chat import Chat, Tools
 from gruppo.modalities.text.demonstrations import demonstrate
 from gruppo.modalities.text.generation import (
     append_turns,
@@ -211,19 +211,13 @@ class TextPolicy(
         self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int
     ) -> list[str]:
         lengths = [len(self.encode(prompt)) for prompt in prompts]
-        mean = sum(lengths) / len(lengths)
-        rows = config.rollout.prompts * group_size
         new = config.rollout.max_new_tokens
-        if self.backbone.is_padded:
-            read, how = rows, "the prompt with every row"
-        else:
-            read, how = config.rollout.prompts, "a group's prompt once"
-        how += "; and the environment's replies" if config.environment.names else ""
+        rows = config.rollout.prompts * group_size
+        how = "with every row" if self.backbone.is_padded else "once for its group"
         return [
-            f"prompts     {mean:.0f} tokens on average, at most {max(lengths)}; measured on "
-            f"{counted(len(lengths), 'prompt')}",
+            f"prompts     {sum(lengths) / len(lengths):.0f} tokens on average, at most "
+            f"{max(lengths)}; measured on {counted(len(lengths), 'prompt')}; each is read {how}",
             f"sampled     at most {rows * new:,} tokens per step, {new} per row",
-            f"trained on  at most {read * mean + rows * new:,.0f} tokens per epoch, {how}",
         ]
 
     def memory_estimate(
@@ -279,9 +273,6 @@ class TextPolicy(
         if isinstance(prompt.inputs, str) and self.tools_of(prompt):
             return f"""prompt {prompt.id!r} is a string, and tools need a conversation. Give a list
                 of messages, such as [{{"role": "user", "content": ...}}]."""
-        token = self.chat.special_token_in(prompt.inputs)
-        if token and self.chat.special_tokens == "refuse":
-            return special_token_error(prompt.id, token)
         new = sampling.max_actions
         if self.context is None or (tokens := len(self.encode(prompt))) + new <= self.context:
             return None
@@ -293,25 +284,17 @@ class TextPolicy(
 
     # --- sampling ---
 
-    def sample(self, requests: Sequence[Request], sampling: Sampling, *, seed: int) -> Rollouts:
-        """Sample ``request.size`` completions of each prompt; randomness depends on (seed, draw,
-        sample, position)."""
-        self.refresh()
-        return self.sample_with(
-            partial(generate_locally, self), requests, sampling, seed=seed, batch_rows=BATCH_ROWS
-        )
-
-    def sample_with(
+    def sample(
         self,
-        generate: GenerateTokens,
         requests: Sequence[Request],
         sampling: Sampling,
         *,
         seed: int,
-        batch_rows: int = sys.maxsize,
+        generate: GenerateTokens | None = None,
     ) -> Rollouts:
-        """``sample``, with tokens from ``generate``, which is called with at most ``batch_rows``
-        rows."""
+        """Sample ``request.size`` completions of each prompt; randomness depends on (seed, draw,
+        sample, position)."""
+        generate, batch_rows = self._generator(generate)
         prompts: dict[tuple[str, int], Prompt] = {}
         batches: list[list[Request]] = [[]]
         for request in requests:
@@ -328,28 +311,35 @@ class TextPolicy(
         parts = [self._sample_batch(generate, batch, sampling, seed) for batch in batches]
         return Rollouts.cat(parts)
 
+    def _generator(self, generate: GenerateTokens | None) -> tuple[GenerateTokens, int]:
+        """What samples tokens, and the most rows that it is called with: by default this policy."""
+        if generate is not None:
+            return generate, sys.maxsize
+        self.refresh()
+        return partial(generate_locally, self), BATCH_ROWS
+
     def _sample_batch(
         self, generate: GenerateTokens, requests: Sequence[Request], sampling: Sampling, seed: int
     ) -> Rollouts:
         prompts = [request.prompt for request in requests]
-        prompt_ids = tuple(torch.tensor(self.encode(prompt)) for prompt in prompts)
-        owners = torch.tensor([p for p, r in enumerate(requests) for _ in range(r.size)])
-        addresses = tuple((r.prompt.draw, r.first + i) for r in requests for i in range(r.size))
+        owners = [owner for owner, request in enumerate(requests) for _ in range(request.size)]
         can_continue = any(request.has_more_turns for request in requests)
-        kept = (None,) * len(owners) if can_continue else None
-        generated = generate(TokenBatch(prompt_ids, owners, addresses, kept=kept), sampling, seed)
-        rows = [
-            ids[:length].tolist()
-            for ids, length in zip(generated.tokens, generated.lengths.tolist(), strict=True)
-        ]
-        texts = [cut_at_stop(self.chat.text(ids), sampling.stop) for ids in rows]
-        completions = [
-            self.completion(ids, text, prompt.inputs, self.tools_of(prompt), sampling.stop)
-            for ids, text, prompt in zip(
-                rows, texts, (prompts[owner] for owner in owners.tolist()), strict=True
-            )
-        ]
-        rollouts = _rollouts(prompts, owners, prompt_ids, generated, completions, sampling)
+        batch = TokenBatch(
+            prompts=tuple(torch.tensor(self.encode(prompt)) for prompt in prompts),
+            owners=torch.tensor(owners),
+            addresses=tuple((r.prompt.draw, r.first + i) for r in requests for i in range(r.size)),
+            kept=(None,) * len(owners) if can_continue else None,
+        )
+        generated = generate(batch, sampling, seed)
+        texts, completions = list[str](), list[Any]()
+        for row, owner in enumerate(owners):
+            prompt = prompts[owner]
+            ids = generated.tokens[row, : int(generated.lengths[row])].tolist()
+            texts.append(cut_at_stop(self.chat.text(ids), sampling.stop))
+            tools = self.tools_of(prompt)
+            answer = self.completion(ids, texts[-1], prompt.inputs, tools, sampling.stop)
+            completions.append(answer)
+        rollouts = _rollouts(prompts, batch.owners, batch.prompts, generated, completions, sampling)
         if self.chat.tools:  # a call of a tool is not in the message's content
             rollouts = replace(rollouts, per_row={**rollouts.per_row, "text": tuple(texts)})
         return rollouts
@@ -371,6 +361,7 @@ class TextPolicy(
         *,
         seed: int,
         max_reply_tokens: int = 256,
+        generate: GenerateTokens | None = None,
     ) -> Rollouts:
         """Append replies (a string or messages, by row) and a further turn of the policy; other
         rows stay as they are.
@@ -381,30 +372,7 @@ class TextPolicy(
         last turn, "environment_failure", "context_full" and "reencoded". Histories are not read
         again where ``sample`` or the last call has kept their keys and values ("kept").
         """
-        self.refresh()
-        return self.continue_with(
-            partial(generate_locally, self),
-            rollouts,
-            replies,
-            sampling,
-            seed=seed,
-            max_reply_tokens=max_reply_tokens,
-            batch_rows=BATCH_ROWS,
-        )
-
-    def continue_with(
-        self,
-        generate: GenerateTokens,
-        rollouts: Rollouts,
-        replies: Mapping[int, Any],
-        sampling: Any,
-        *,
-        seed: int,
-        max_reply_tokens: int = 256,
-        batch_rows: int = sys.maxsize,
-    ) -> Rollouts:
-        """``continue_rollouts``, with tokens from ``generate``, which is called with at most
-        ``batch_rows`` rows."""
+        generate, batch_rows = self._generator(generate)
         rollouts, turns = next_turns(self, rollouts, replies, sampling, max_reply_tokens)
         for start in range(0, len(turns), batch_rows):
             batch = turns[start : start + batch_rows]
@@ -450,13 +418,9 @@ class TextPolicy(
         like length do.
         """
         rows = loss_mask.any(dim=1).nonzero()[:, 0].tolist()
+        prompts, is_padded = _prompt_lengths(rollouts), self.backbone.is_padded
         parts = split_rows(
-            _prompt_lengths(rollouts),
-            rollouts.lengths,
-            rollouts.group_ids,
-            rows,
-            budget,
-            is_padded=self.backbone.is_padded,
+            prompts, rollouts.lengths, rollouts.group_ids, rows, budget, is_padded=is_padded
         )
         return [
             MicroBatch(torch.tensor(part), slice(0, int(rollouts.lengths[part].max())))
@@ -474,11 +438,9 @@ class TextPolicy(
         rows = micro_batch.rows
         if (rollouts.temperature[rows] <= 0).any():
             raise GruppoError("greedy rollouts (temperature 0) have no density. Sample at 1.")
-        entropy: EntropyMode = "none"
+        entropy: EntropyMode = "value" if "entropy_value" in outputs else "none"
         if "entropy" in outputs:
             entropy = "gradient"
-        elif "entropy_value" in outputs:
-            entropy = "value"
         actions = micro_batch.of(rollouts.actions)
         features, row, column, place = self._action_features(rollouts, micro_batch)  # [N, F]
         logprobs, nats = chunked_categorical(
@@ -491,12 +453,11 @@ class TextPolicy(
             top_p=next(iter(rollouts.per_row["top_p"][rows].tolist()), 1.0),
             entropy=entropy,
         )
+        values = self._values(features) if "values" in outputs else None
         return Likelihood(
             _scatter(logprobs, place, actions.shape),
-            None if nats is None else _scatter(nats, place, actions.shape),
-            values=_scatter(self._values(features), place, actions.shape)
-            if "values" in outputs
-            else None,
+            entropy=None if nats is None else _scatter(nats, place, actions.shape),
+            values=None if values is None else _scatter(values, place, actions.shape),
         )
 
     def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
@@ -550,20 +511,22 @@ class TextPolicy(
             if why := self.check_demonstration(prompt):
                 raise GruppoError(why)
         shown = [demonstrate(self.chat, p.inputs, p.target, self.tools_of(p)) for p in prompts]
-        ids = [torch.tensor(row[0]) for row in shown]
-        masks = [torch.tensor(row[1]) for row in shown]
-        actions = nn.utils.rnn.pad_sequence(ids, batch_first=True)  # [B, T]
-        finish: tuple[Finish, ...] = tuple("stop" for _ in prompts)
-        lengths = torch.tensor([len(row) for row in ids])
-        rollouts = _rollouts(
-            prompts,
-            torch.arange(len(prompts)),
-            [torch.tensor(self.encode(prompt)) for prompt in prompts],
-            Generated(actions, torch.zeros(actions.shape), lengths, finish),
-            [row[2] for row in shown],
-            Sampling(),
+        ids, masks, completions = zip(*shown, strict=True)
+        actions, mask = (
+            nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+            for rows in (ids, masks)
         )
-        return replace(rollouts, mask=nn.utils.rnn.pad_sequence(masks, batch_first=True))
+        finish: tuple[Finish, ...] = ("stop",) * len(prompts)
+        generated = Generated(
+            actions,
+            logprobs=torch.zeros(actions.shape),
+            lengths=torch.tensor([len(row) for row in ids]),
+            finish=finish,
+        )
+        owners = torch.arange(len(prompts))
+        prompt_ids = [torch.tensor(self.encode(prompt)) for prompt in prompts]
+        rollouts = _rollouts(prompts, owners, prompt_ids, generated, completions, Sampling())
+        return replace(rollouts, mask=mask)
 
 
 def _prompt_lengths(rollouts: Rollouts) -> Int[Tensor, "B"]:
@@ -580,10 +543,14 @@ def _rollouts(
 ) -> Rollouts:
     """Collect rows into a batch; each row belongs to the prompt that owns it, an index."""
     rows, columns = len(owners), max(int(generated.lengths.max()), 1)
-    top_p = torch.full((rows,), sampling.top_p, dtype=torch.float64)
-    kept = {} if generated.kept is None else {"kept": generated.kept}
     mask = torch.arange(columns) < generated.lengths[:, None]
     versions = 0 if generated.versions is None else generated.versions[:, :columns]
+    per_row: dict[str, Any] = {
+        "top_k": torch.full((rows,), sampling.top_k),
+        "top_p": torch.full((rows,), sampling.top_p, dtype=torch.float64),
+    }
+    if generated.kept is not None:
+        per_row["kept"] = generated.kept
     return Rollouts(
         prompts=tuple(prompts),
         group_ids=owners,
@@ -596,7 +563,7 @@ def _rollouts(
         temperature=torch.full((rows,), float(sampling.temperature)),
         finish=generated.finish,
         shared={"prompt_ids": tuple(ids.cpu() for ids in prompt_ids)},
-        per_row={"top_k": torch.full((rows,), sampling.top_k), "top_p": top_p, **kept},
+        per_row=per_row,
     )
 
 
