@@ -516,7 +516,7 @@ class TextPolicy(
             nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
             for rows in (ids, masks)
         )
-        finish: tuple[Finish, ...] = ("stop",) * len(prompts)
+        finish: tuple[Finish, ...] = tuple("stop" for _ in prompts)
         generated = Generated(
             actions,
             logprobs=torch.zeros(actions.shape),
