@@ -341,8 +341,6 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         "optim__stop_kl": 10.0,
         "rollout__refill_rounds": 1,
         "rollout__first_samples": 2,
-        "prompts__difficulty_column": "number",
-        "stage__difficulty": 0.5,
     }
     grpo = tiny.config(folder, name="grpo", **everything)
     ppo = tiny.config(folder, name="ppo", objective="ppo", critic__kind="separate", **everything)

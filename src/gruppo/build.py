@@ -338,7 +338,6 @@ def open_data(config: Config, data: Any, validation: Any) -> tuple[Any, Any]:
         data,
         # with validation data, all others are trained on
         held_out_fraction=0.0 if name else prompts.held_out_fraction,
-        difficulty_column=prompts.difficulty_column,
     )
     if not name:
         return source, None

@@ -121,7 +121,7 @@ def _evaluated(config: Config, path: Path, *, prompts: int, data: str, samples: 
         config.evaluation, prompts=prompts, data=data or config.evaluation.data, samples=samples
     )
     # a saved model has its chat template, whose file may be gone
-    texts = replace(config.prompts, difficulty_column="", chat_template="")
+    texts = replace(config.prompts, chat_template="")
     return replace(
         config,
         stage=Stage(),

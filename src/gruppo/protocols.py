@@ -764,15 +764,7 @@ class PromptSource(Protocol):
     """Number or names of the classes, where prompts are classes."""
     degradation: Any
     """How images are degraded, where they are."""
-    level: float | None
-    """Share of the prompts that is sampled from, the easiest first; None without a curriculum."""
-    passed_over: int
-    """Prompts that a curriculum found too hard, since the run was started or resumed."""
     name: str
-
-    def difficulty(self, prompt: Prompt) -> float:
-        """Return how hard a prompt is; asked only where ``level`` is not None."""
-        return 0.0
 
     def take(self, n: int) -> list[Prompt]:
         """Return the next ``n`` prompts."""

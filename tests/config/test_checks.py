@@ -110,8 +110,8 @@ def test_a_number_outside_its_range_is_refused_with_its_option(name):
 
 
 def test_every_value_that_a_schedule_reaches_is_in_the_range_of_its_field():
-    with pytest.raises(GruppoError, match=r"difficulty='linear:0.5,1.5' is out of range"):
-        serialization.change(GIVEN, {"stage.difficulty": "linear:0.5,1.5"})
+    with pytest.raises(GruppoError, match=r"kl_coef='linear:0.5,-1.5' is out of range"):
+        serialization.change(GIVEN, {"stage.kl_coef": "linear:0.5,-1.5"})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import math
 import pytest
 
 from gruppo.core.schedules import (
-    AdaptiveDifficulty,
     AdaptiveEntropy,
     AdaptiveKl,
     Schedule,
@@ -99,17 +98,7 @@ def test_the_entropy_coefficient_over_six_steps_by_hand():
     assert trace(AdaptiveEntropy(0.02, 0.5, 0.01), measured) == pytest.approx(by_hand, rel=1e-12)
 
 
-def test_the_difficulty_over_five_steps_by_hand():
-    """Target 0.6, rate 0.5, from 0.3: + 0.5 (r - 0.6), never below where it began nor above 1."""
-    by_hand = [0.3, 0.4, 0.35, 0.3, 0.5, 0.5]
-    of = parse_schedule("adaptive:0.3,target=0.6,rate=0.5", "difficulty")
-    assert trace(of, [0.8, 0.5, 0.1, 1.0, math.nan]) == pytest.approx(by_hand, rel=1e-12)
-    assert trace(AdaptiveDifficulty(0.9, 0.1, 1.0, 0.9), [0.9])[-1] == 1.0
-
-
-@pytest.mark.parametrize(
-    "made", [AdaptiveKl(0.2, 0.05), AdaptiveEntropy(0.1, 0.5), AdaptiveDifficulty(0.2, 0.6)]
-)
+@pytest.mark.parametrize("made", [AdaptiveKl(0.2, 0.05), AdaptiveEntropy(0.1, 0.5)])
 def test_a_controller_that_is_restored_goes_on_as_before(made):
     made.update(0.4, rows=10)
     again = type(made)(0.7, 0.7)
@@ -173,7 +162,7 @@ def test_what_is_no_schedule_is_refused(text):
         ("kl_coef", "adaptive:1,target=2,delta=1", "needs adaptive:FROM,target=X,horizon=Y"),
         ("kl_coef", "adaptive:1,target=0", "above 0"),
         ("entropy_coef", "adaptive:0,target=0.5,delta=-1", "above 0"),
-        ("difficulty", "adaptive:0.2,target=nan", "out of range"),
+        ("kl_coef", "adaptive:0.2,target=nan", "out of range"),
         ("kl_coef", "adaptive:0,target=0.1", "above 0"),
     ],
 )

@@ -303,14 +303,6 @@ HEALTHY_ALL_THE_SAME = {
         {"entropy/mean_nats": thirds(3.0, 1.0, -9.0), "reward/mean": STOPS}, ()
     ),
     "groups that are alike while the reward rises": Fault({"group/zero_spread_frac": 0.8}, ()),
-    "a reward that stays while prompts become harder": Fault(
-        {"reward/mean": FLAT, "group/zero_spread_frac": 0.8},
-        (),
-        config={
-            "stage__difficulty": "adaptive:0.3,target=0.4,rate=0.2",
-            "prompts__difficulty_column": "size",
-        },
-    ),
     "a KL that grows with the reward": Fault({"kl/ref_nats": thirds(0.01, 0.2, 2.0)}, ()),
     "a KL of pictures": Fault(
         {"kl/ref_nats": thirds(5.0, 20.0, 30.0)},

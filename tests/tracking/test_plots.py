@@ -157,10 +157,10 @@ def test_every_statistic_of_groups_stages_and_epochs_has_a_panel():
         },
         **{f"epoch/{n}/updates_count": 1.0 for n in (1, 2)},
     }
-    scheduled = ("kl_coef", "entropy_coef", "rl_coef", "sup_coef", "temperature", "difficulty")
+    scheduled = ("kl_coef", "entropy_coef", "rl_coef", "sup_coef", "temperature")
     rows = [row | {f"stage/{name}": value for name in scheduled} for value in (0.5, 1.0)]
     of_epochs = ["epoch_ratio", "epoch_clip", "epoch_kl"]
-    of_course = ["distance", "coefficients", "terms", "temperature", "difficulty"]
+    of_course = ["distance", "coefficients", "terms", "temperature"]
     of_groups = ["spread", "zero_spread", "normalised_reward", "advantage"]
     assert names_of(*rows) == [*of_groups, "supervised", *of_epochs, *of_course]
 

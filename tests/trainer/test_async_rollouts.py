@@ -219,7 +219,6 @@ def test_a_replay_with_options_that_decide_what_is_sampled_is_refused(
         ({"engine__lag": -1}, "engine.lag"),
         ({"engine__kind": ""}, "needs an engine that samples while the trainer learns"),
         ({"engine__replay": "runs/other"}, "trains without engine.kind"),
-        ({"prompts__difficulty_column": "number", "stage__difficulty": 0.5}, "difficulty_column"),
     ],
 )
 def test_options_that_are_wrong_with_lag_are_one_line(tmp_path, changes, message):

@@ -207,10 +207,6 @@ def test_a_schedule_is_parsed_where_the_config_is_read_and_its_error_names_the_s
             r"kl_coef='linear:0.1,-0.1' is out of range.*at least 0",
         ),
         (replace(GIVEN, stage=Stage(temperature="linear:1,0")), "out of range.*above 0"),
-        (
-            replace(GIVEN, stage=Stage(difficulty="linear:0.2,1.5")),
-            "at least 0 and at most 1",
-        ),
         (replace(GIVEN, stage=Stage(group_size="steps:8,5=0")), "at least 1"),
         (replace(GIVEN, stage=Stage(rl_coef=0.0)), "learns nothing"),
         (replace(GIVEN, stage=Stage(weight_decay="linear:0.1,-0.1")), "at least 0"),

@@ -35,10 +35,10 @@ EXPERT = _names(
     "objective.adv_clip objective.value_clip objective.kl_gradient objective.kl_mask",
     "objective.correction_ objective.clip_unit objective.combine objective.whiten",
     "optim.betas optim.eps optim.final_lr_frac optim.recompute optim.stop_kl",
-    "prompts.target_column prompts.difficulty_column prompts.special_tokens",
+    "prompts.target_column prompts.special_tokens",
     "prompts.chat_template reference.place reference.update_ reference.watch_prompts",
     "stage.name stage.steps stage.until stage.new_reference stage.cons_coef",
-    "stage.difficulty stage.weight_decay stage.warmup_steps stage.group_size stages.",
+    "stage.weight_decay stage.warmup_steps stage.group_size stages.",
 )
 """Beginnings of options that only ``--help-all`` lists, unless a recipe sets them."""
 OF_CRITICS = ("critic.", "objective.gamma", "objective.lam", "stage.value_coef")

@@ -65,7 +65,6 @@ def unread(config: Config) -> list[str]:
         "lora.": has_lora,
         "lora.alpha lora.rank lora.targets": not config.lora.adapter,
         "objective.kl_mask optim.stop_kl": config.updates_per_batch > 1,
-        "prompts.difficulty_column": has_difficulty(config),
         "reference.": max(highest(config, "kl_coef"), highest(config, "cons_coef")) > 0,
         "reference.kind": reference.update_every <= config.steps,
         "reference.place": not has_lora,
@@ -86,11 +85,6 @@ def unread(config: Config) -> list[str]:
     ]
 
 
-def has_difficulty(config: Config) -> bool:
-    """Whether some stage samples the easiest prompts alone."""
-    return any(value < 1 for value in values_of(config, "difficulty"))
-
-
 # The most basic first: the later ones may follow from them.
 
 
@@ -108,8 +102,7 @@ def _rules(config: Config) -> Iterator[Rule]:
 
 
 def _stage_rules(config: Config) -> Iterator[Rule]:
-    """How long stages last, what ends them, that each learns something, and the difficulty of their
-    prompts."""
+    """How long stages last, what ends them, and that each learns something."""
     plan = config.plan
     for index, stage in enumerate(plan):
         where = stage_path(config, index)
@@ -129,12 +122,6 @@ def _stage_rules(config: Config) -> Iterator[Rule]:
         is_wrong = steps != config.steps
         advice = f"{steps}, or ${where}.steps 0 for a last stage that lasts to the end"
     yield is_wrong, f"the stages have {steps} steps and the run {config.steps}", "steps", advice
-    yield (
-        has_difficulty(config) and not config.prompts.difficulty_column,
-        "a stage samples the easiest prompts, but no column says which they are",
-        "prompts.difficulty_column",
-        "to a column of numbers, higher is harder",
-    )
 
 
 def _needs_evaluations(config: Config, name: str, metric: str) -> Rule:
@@ -220,13 +207,6 @@ def _engine_rules(config: Config) -> Iterator[Rule]:
     )
     advice = "truncate, or $objective.surrogate clip"
     yield engine.lag and is_uncorrected, problem, "objective.correction", advice
-    # With lag, prompts are drawn steps ahead, before the difficulty of their step is known.
-    problem = (
-        "prompts.difficulty_column chooses the prompts of each step, and with engine.lag they are "
-        "drawn before"
-    )
-    is_async = bool(engine.lag or engine.replay)
-    yield is_async and config.prompts.difficulty_column, problem, "", ONE_OF_TWO
 
 
 def _critic_rules(config: Config) -> Iterator[Rule]:

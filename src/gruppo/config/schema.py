@@ -37,7 +37,6 @@ SCHEDULED = (
     "weight_decay",
     "temperature",
     "group_size",
-    "difficulty",
 )
 """Fields of a stage that may change from step to step."""
 
@@ -130,7 +129,7 @@ class Stage:
     """A span of steps with its own loss coefficients, learning rate and sampling.
 
     A number can also be a schedule over the stage's steps, linear:FROM,TO  cosine:FROM,TO
-    steps:FROM,50=X,100=Y, or, for kl_coef, entropy_coef and difficulty, a controller,
+    steps:FROM,50=X,100=Y, or, for kl_coef and entropy_coef, a controller,
     adaptive:FROM,target=X,... See docs/guides/stages.md.
     """
 
@@ -172,11 +171,6 @@ class Stage:
     """Sampling temperature; default: rollout.temperature."""
     group_size: Annotated[int | str | None, Range(ge=1)] = None
     """Samples per prompt; default: rollout.group_size."""
-    difficulty: Annotated[float | str, Range(ge=0, le=1)] = 1.0
-    """Fraction of the prompts to sample from, easiest first.
-
-    Needs prompts.difficulty_column. Or adaptive:FROM,target=REWARD,rate=STEP.
-    """
 
     @cached_property
     def schedules(self) -> dict[str, Schedule | Controller]:
@@ -374,8 +368,6 @@ class PromptsConfig:
     """Column with the target; default: answer, target, solution or label."""
     held_out_fraction: Annotated[float, Range(ge=0, lt=1)] = 0.1
     """Fraction of the prompts held out for evaluation, chosen by hash."""
-    difficulty_column: str = ""
-    """Column with a number, higher is harder, for a stage's difficulty."""
     special_tokens: Literal["split", "keep"] = "split"
     """Special tokens in the text of prompts: encoded as text, or kept.
 

@@ -132,31 +132,9 @@ class AdaptiveEntropy(Controller):
             self.value, self.idle = (coef, 0.0) if measured <= self.target else (0.0, coef)
 
 
-@dataclass
-class AdaptiveDifficulty(Controller):
-    """Fraction of the prompts that are sampled from, the easiest first, which grows while the
-    reward is above a target.
-
-    level <- min(max(level + rate (reward - target), first), 1).
-    """
-
-    metric: ClassVar[str] = "reward/mean"
-    rate: float = 0.05
-    first: float = -1.0
-    """Lower bound: the initial level, set by the first update."""
-
-    def update(self, measured: float, *, rows: float) -> None:
-        if math.isfinite(measured):
-            self.first = self.value if self.first < 0 else self.first
-            self.value = min(
-                max(self.value + self.rate * (measured - self.target), self.first), 1.0
-            )
-
-
 CONTROLLERS = {
     "kl_coef": (AdaptiveKl, "horizon"),
     "entropy_coef": (AdaptiveEntropy, "delta"),
-    "difficulty": (AdaptiveDifficulty, "rate"),
 }
 """Controller of each adaptive field of a stage, and its setting besides the target."""
 
@@ -196,12 +174,8 @@ def _controller(field: str, initial: float, settings: dict[str, float]) -> Contr
     if "target" not in settings or not settings.keys() <= {"target", option}:
         raise ValueError(f"is not understood; it needs adaptive:FROM,target=X,{option}=Y")
     positive = dict(settings)
-    if field == "difficulty":  # a reward may be negative
-        del positive["target"]
     if field == "kl_coef":  # it is multiplied: from 0 it never moves
         positive["initial"] = initial
-    if not all(0 < value < math.inf for value in positive.values()) or math.isnan(
-        settings["target"]
-    ):
+    if not all(0 < value < math.inf for value in positive.values()):
         raise ValueError("is out of range; the settings of adaptive need to be above 0")
     return controller(initial, **settings)

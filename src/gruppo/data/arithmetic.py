@@ -25,8 +25,7 @@ def arithmetic(
 
     The prompt ends with the beginning of the assistant's answer, ``7 - 12 =``, which the policy
     continues; its system message is empty, because some chat templates write a long one where there
-    is none. ``allow_negative=False`` leaves out differences below 0. Column ``size``, |a| + |b|, is
-    a difficulty for a curriculum.
+    is none. ``allow_negative=False`` leaves out differences below 0. Column ``size`` is |a| + |b|.
     """
     if low > high:
         raise GruppoError(f"arithmetic got low={low}, high={high}; low must not be above high.")

@@ -14,7 +14,7 @@ from gruppo.data.lines import open_lines
 from gruppo.data.reasoning_gym import reasoning_gym
 from gruppo.data.restoration import open_restoration
 from gruppo.data.rows import read_rows, row_source
-from gruppo.data.source import Curriculum, IndexedSource, SourceWrapper
+from gruppo.data.source import IndexedSource, SourceWrapper
 from gruppo.loading import did_you_mean, load_object
 from gruppo.tasksets import is_taskset, rows_of_taskset
 from gruppo.types import DataError
@@ -85,12 +85,11 @@ def open_source(
     prompt_column: str = "prompt",
     target_column: str | None = None,
     held_out_fraction: float = 0.1,
-    difficulty_column: str = "",
 ) -> Any:
     """The prompt source named by ``data``, or made of it.
 
     A user's own source comes back in a ``SourceWrapper``, with neutral values for the optional
-    members that it lacks. ``difficulty_column`` puts the source in a ``Curriculum``.
+    members that it lacks.
     """
     if isinstance(data, str) and is_function_name(data):
         data = load_object(data)()
@@ -111,7 +110,7 @@ def open_source(
             held_out_fraction=held_out_fraction,
             name=str(data) if isinstance(data, str | os.PathLike) else f"the {type(data).__name__}",
         )
-    return Curriculum(source, difficulty_column) if difficulty_column else source
+    return source
 
 
 def rows_of(data: Any, prompt_column: str) -> list[Any]:

@@ -7,14 +7,12 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
-from gruppo.loading import did_you_mean
 from gruppo.seeds import generator_at
 from gruppo.types import DataError, GruppoError, Prompt
 
@@ -23,10 +21,6 @@ T = TypeVar("T")
 
 MAX_SKIPPED = 1000
 """Consecutive draws without a prompt that end the run."""
-PROBED = 1000
-"""Draws of an endless source from which the quantiles of the difficulty are computed."""
-MAX_PASSED_OVER = 10_000
-"""Consecutive prompts that are too hard and end the run: the level leaves next to nothing."""
 
 
 @dataclass(eq=False)
@@ -58,8 +52,6 @@ class IndexedSource:
     """Number or names of the classes, where prompts are classes."""
     degradation: Any = None
     """The degradation of images that are degraded on the fly."""
-    level: float | None = None
-    """Share of the prompts, the easiest, that a ``Curriculum`` draws; None without one."""
     unreadable: dict[str, str] = field(default_factory=dict)
     """Files left out so far, each with the reason."""
     position: int = field(default=0, init=False)
@@ -166,7 +158,6 @@ class SourceWrapper:
         "columns": None,
         "classes": None,
         "degradation": None,
-        "level": None,
         "held_out": lambda n: [],
         "all_prompts": lambda: iter(()),
         "fingerprint": lambda: None,
@@ -183,86 +174,6 @@ class SourceWrapper:
         if name in self.DEFAULTS:
             return getattr(self.source, name, self.DEFAULTS[name])
         return getattr(self.source, name)
-
-
-class Curriculum(SourceWrapper):
-    """A source whose ``take`` passes over prompts that are harder than ``level`` allows.
-
-    ``level`` is a share of the prompts, easiest first, by the number in ``column``; higher is
-    harder. All prompts as hard as the hardest of that share belong to it too, so a level is never
-    empty, and has more than its share where many prompts are equally hard. The share is exact over
-    the training items of a finite source, and over the first ``PROBED`` draws of an endless one. A
-    prompt that is passed over is not deferred: it comes again in the next epoch. Held-out prompts
-    do not depend on the level. The level itself is a parameter of the stage, not part of the state.
-    """
-
-    def __init__(self, source: Any, column: str) -> None:
-        super().__init__(source)
-        self.column = column
-        self.level = 1.0
-        self.passed_over = 0
-        """Prompts that were too hard, since the run was started or resumed."""
-        if self.columns is not None and column not in self.columns:
-            raise DataError(
-                f"{self.name} has no column {column!r}; its columns are "
-                f"{', '.join(map(repr, self.columns))}",
-                advice=f"""Name one with a number, higher is harder, with
-                    $prompts.difficulty_column.{did_you_mean(column, self.columns)}""",
-            )
-        before = source.state_dict()
-        self._sorted = sorted(map(self.difficulty, source.take(self.epoch_size or PROBED)))
-        source.load_state_dict(before)
-
-    @property
-    def hardest(self) -> float:
-        """The greatest difficulty that the level allows; infinite at level 1."""
-        if self.level >= 1:
-            return math.inf
-        # the quantile itself, not interpolated: a level always contains at least its hardest prompt
-        return self._sorted[max(math.ceil(self.level * len(self._sorted)), 1) - 1]
-
-    def difficulty(self, prompt: Prompt) -> float:
-        """The number in the prompt's column."""
-        value: Any = prompt.meta.get(self.column)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
-            raise DataError(
-                f"""prompt {prompt.id!r} of {self.name} has {self.column}={value!r:.60}, which is
-                    not a number; every prompt needs a difficulty""",
-                advice="Fix the data, or set another $prompts.difficulty_column",
-            )
-        return float(value)
-
-    def take(self, n: int) -> list[Prompt]:
-        """The next n prompts of the stream that are not too hard."""
-        hardest = self.hardest
-        limit = max(MAX_PASSED_OVER, 2 * self.epoch_size)
-        too_hard = 0
-        prompts: list[Prompt] = []
-        while len(prompts) < n:
-            # one at a time, so that the position stays right behind the last prompt
-            prompt = self.source.take(1)[0]
-            if self.difficulty(prompt) <= hardest:
-                prompts.append(prompt)
-                too_hard = 0
-                continue
-            self.passed_over += 1
-            too_hard += 1
-            if too_hard >= limit:
-                raise DataError(f"""{limit} prompts of {self.name} in a row have {self.column} above
-                    {hardest:g}, the hardest at difficulty={self.level:g}. Raise the stage's
-                    difficulty.""")
-        return prompts
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"source": self.source.state_dict(), "column": self.column}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state.get("column") != self.column:
-            raise DataError(f"""the difficulty of {self.name} was {state.get("column")!r} in the
-                saved run and is {self.column!r}. Resume with the same column, or start a new
-                run.""")
-        self.source.load_state_dict(state["source"])
 
 
 # --- held-out split -------------------------------------------------------------------------------

@@ -107,13 +107,8 @@ class Record:
         size = self.high - self.low
         self.reward_level = (self.reward.last - self.low) / size if size > 0 else math.nan
         """Reward of the last third, from 0 at the lowest of any row to 1 at the highest."""
-        difficulties = {stage.difficulty for stage in self.config.plan}
-        self.becomes_harder = len(difficulties) > 1 or not isinstance(
-            self.stage.difficulty, int | float
-        )
         self.is_stuck = (
             len(self.reward) >= 3
-            and not self.becomes_harder
             and not self.reward_level >= NEAR_TOP
             and not self.reward.rises(1, 2)
         )

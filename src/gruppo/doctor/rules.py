@@ -206,7 +206,7 @@ def _longer(run: Record) -> Changes:
 @rule("Most groups have no spread in their rewards", "group/zero_spread_frac", "reward/mean")
 def zero_spread(run: Record) -> Found:
     fraction, rollout = run["group/zero_spread_frac"], run.config.rollout
-    can_improve = run.is_stuck or not (run.becomes_harder or run.reward.rises())
+    can_improve = run.is_stuck or not run.reward.rises()
     # A run that has solved its prompts reaches 0.8 and more, so the reward must not be rising.
     if not fraction.last >= 0.6 or not can_improve:
         return None

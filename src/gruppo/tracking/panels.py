@@ -191,7 +191,6 @@ PANELS = (
         },
     ),
     _setting("temperature", "Temperature", {"stage/temperature": "sampling"}),
-    _setting("difficulty", "Difficulty", {"stage/difficulty": "easiest"}),
     _setting("lr", "Learning rate", {"optim/lr": "learning rate"}),
 )
 """All panels, in the order of the page."""

@@ -58,8 +58,6 @@ def collect(run: Run, step_params: StepParams) -> Collected:
             advantages=nothing,
         )
         return Collected(empty, None)
-    if run.source.level is not None:  # a curriculum
-        run.source.level = step_params.difficulty
     with run.recorder.time("rollout"), whole_weights(run.policy, engine=run.config.engine.kind):
         sampled = sample(run, step_params)
     _stop_if_useless(run, sampled.rollouts, sampled.scores)

@@ -132,8 +132,6 @@ def _totals(run: Run) -> dict[str, float]:
     totals = {}
     if run.environment is not None:  # evaluations add to it too
         totals["time/environment_s"] = run.environment.elapsed_s
-    if run.source.level is not None:
-        totals["difficulty/passed_over_count"] = float(run.source.passed_over)
     return totals
 
 

@@ -37,10 +37,6 @@ def collected_metrics(run: Run, collected: Collected, step_params: StepParams) -
             metrics |= refill_metrics(sampled)
         if config.first_samples:
             metrics |= growth_metrics(sampled, config.prompts * step_params.group_size)
-        if run.source.level is not None:  # every rank draws all prompts
-            difficulty = [run.source.difficulty(prompt) for prompt in sampled.rollouts.prompts]
-            stats = {"mean,max:difficulty/{}": Stat.of(torch.tensor(difficulty).double())}
-            metrics |= reduced(dist.merge_stats(stats))
         for name in ("tokens", "rollouts"):
             run.state.totals[name] += metrics[name]
     return metrics | {f"progress/{name}": total for name, total in run.state.totals.items()}

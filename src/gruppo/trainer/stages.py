@@ -42,8 +42,6 @@ class StepParams:
     """Whether only the critic learns, in its warmup."""
     group_size: int
     sampling: Sampling
-    difficulty: float = 1.0
-    """Share of the prompts to sample from, the easiest first."""
     cons_coef: float = 0.0
     weight_decay: float = 0.0
 
@@ -265,7 +263,7 @@ class StageSchedule:
 
 _SAVED = ("index", "began", "lr_scale", "overrides", "settled", "is_over", "sampled_since", "seen")
 """What a checkpoint holds of a StageSchedule, beside the controllers."""
-_PLAIN = ("rl_coef", "sup_coef", "kl_coef", "entropy_coef", "value_coef", "cons_coef", "difficulty")
+_PLAIN = ("rl_coef", "sup_coef", "kl_coef", "entropy_coef", "value_coef", "cons_coef")
 """Step parameters that are the value of their schedule, which no stage may leave out."""
 
 
