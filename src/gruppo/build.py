@@ -16,7 +16,6 @@ import torch
 from gruppo import distributed as dist
 from gruppo import trust
 from gruppo.config import serialization
-from gruppo.config.checks import smallest_group
 from gruppo.config.options import options
 from gruppo.config.schema import IN_MEMORY, Config
 from gruppo.config.stages import highest, learns_from_samples, stage_path
@@ -590,7 +589,6 @@ def open_rewards(
     for source in sources:
         if source.columns is not None:  # else unknown before it is drawn from
             rewards.check(readable_columns(config, source, environment, modality))
-    _check_groups(config, rewards)
     _check_steps(rewards, environment)
     if environment is not None and environment.classes:
         rewards.set_view(environment.view)
@@ -616,27 +614,6 @@ def readable_columns(
         environment.check(columns)
         columns |= {"state"} | ({"environments"} if environment.classes else set())
     return columns | ({"images"} if modality.rewards_read_images else set())
-
-
-def _check_groups(config: Config, rewards: RewardSet) -> None:
-    """Refuse groups that a reward which compares completions cannot compare."""
-    if not rewards.comparing:
-        return
-    name = rewards.comparing[0]
-    if smallest_group(config) < 2:
-        raise GruppoError(
-            f"""reward {name!r} compares the completions of a group, and group_size=1 has no
-                other""",
-            option="rollout.group_size",
-            advice='2 or more; a judge can grade single completions with mode="score"',
-        )
-    if config.rollout.first_samples:
-        raise GruppoError(
-            f"""reward {name!r} ranks the completions of a group together, and
-                rollout.first_samples={config.rollout.first_samples} scores them in two parts""",
-            option="rollout.first_samples",
-            advice="0",
-        )
 
 
 def _check_steps(rewards: RewardSet, environment: Environment | None) -> None:

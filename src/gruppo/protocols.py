@@ -636,8 +636,6 @@ class Reward(Protocol):
     """Whether it returns a score at each action that ends a step, NaN elsewhere."""
     scores_turns: bool = False
     """Whether the steps are the turns of a conversation."""
-    compares_group: bool = False
-    """Whether it compares the completions of a group, all of which it then needs in one call."""
     columns: Collection[str] = ()
     """Data columns that it needs."""
     memory_bytes: int = 0

@@ -20,7 +20,7 @@ class JudgeServer:
         self.bodies: list[Any] = []
         self.inflight = self.most_inflight = 0
         self.grade: Callable[[dict[str, Any]], Any] = lambda question: longest(question)
-        """The points, or the choice, from the texts that the judge sees."""
+        """The points, from the texts that the judge sees."""
         self.content: Callable[[str], str] = lambda text: text
         """Changes what the judge writes."""
         self.faults: list[tuple[int, dict[str, str]]] = []
@@ -73,12 +73,9 @@ class JudgeServer:
         return {"choices": [{"message": message, "finish_reason": self.finish}], **usage}
 
 
-def longest(question: dict[str, Any]) -> Any:
-    """Points for length, up to 5; the longer of two."""
-    if "answer" in question:
-        return min(len(question["answer"]), 5)
-    first, second = len(question["first"]), len(question["second"])
-    return "first" if first > second else "second" if second > first else "tie"
+def longest(question: dict[str, Any]) -> int:
+    """Points for length, up to 5."""
+    return min(len(question["answer"]), 5)
 
 
 RUBRIC = '[[rubric]]\nname = "length"\ntext = "It is long."\n'

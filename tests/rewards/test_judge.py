@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import time
@@ -69,30 +68,6 @@ def test_several_samples_have_seeds_of_their_own_and_their_mean_counts(server, t
     ] == 0.5
 
 
-def test_pairs_give_shares_of_won_comparisons_and_equal_texts_tie_unasked(server, tmp_path):
-    file = write_judge(tmp_path / "j.toml", server, 'mode = "pairs"')
-    outputs = ["aaa", "z", "bb", "aaa", "b", "bbbb", "c"]
-    rows = rollouts_of(outputs, group_ids=[0, 1, 0, 0, 0, 1, 2], targets=("x", "y", "z"))
-    rewards = RewardSet([Judge(file)])
-    scores = rewards.score(rows)
-    # aaa wins against bb and b, and ties with aaa; bb wins against b
-    expected = [2.5 / 3, 0.0, 1 / 3, 2.5 / 3, 0.0, 1.0, math.nan]
-    assert scores.rewards.tolist() == pytest.approx(expected, nan_ok=True)
-    # pairs of aaa, bb, b and of z, bbbb, in both orders; what is asked twice is sent once; a group
-    # of one has no share
-    assert len(server.bodies) == 6 + 2 and not scores.failures
-    order = torch.arange(6, -1, -1)
-    again = rewards.score(rows.take(order.tolist()))
-    assert again.rewards.tolist() == pytest.approx(expected[::-1], nan_ok=True)
-
-
-def test_a_judge_that_prefers_the_first_place_ties_and_its_bias_is_logged(server, tmp_path):
-    server.grade = lambda question: "first"
-    scores, _ = judged(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), ["a", "b"])
-    assert scores.rewards.tolist() == [0.5, 0.5]
-    assert scores.metrics == {"reward_metric/j_first_frac": 1.0}
-
-
 # --- failures -------------------------------------------------------------------------------------
 
 
@@ -143,13 +118,6 @@ def test_server_errors_and_rate_limits_are_waited_out_and_counted(server, tmp_pa
     assert used["failed_count"] == 0
 
 
-def test_a_rate_limit_holds_back_all_requests(server, tmp_path):
-    server.faults = [(429, {"Retry-After": "0.4"})]
-    began = time.monotonic()
-    judged(write_judge(tmp_path / "j.toml", server, "concurrency = 1"), ["x", "y"])
-    assert len(server.bodies) == 3 and time.monotonic() - began >= 0.4
-
-
 def test_a_slow_judge_is_a_timeout_of_its_rows(server, tmp_path):
     server.delay_s = 1.0
     scores, used = judged(
@@ -164,22 +132,6 @@ def test_a_judge_that_is_down_costs_a_batch_the_retries_of_a_few_rows_alone(tmp_
     scores, used = judged(file, [str(n) for n in range(20)])
     assert scores.rewards.isnan().all() and len(scores.failures) == used["failed_count"] == 20
     assert used["calls_count"] <= 6 and "in a row had no answer" in scores.failures[-1].message
-
-
-def test_a_pair_without_both_orders_is_not_compared_and_rows_without_a_pair_fail(server, tmp_path):
-    server.content = lambda text: (
-        text if "z" not in server.bodies[-1]["messages"][-1]["content"] else "prose"
-    )
-    file = write_judge(tmp_path / "j.toml", server, 'mode = "pairs"\nconcurrency = 1')
-    scores, _ = judged(file, ["aa", "b", "zzzz"])
-    assert scores.rewards.tolist() == pytest.approx([1.0, 0.0, math.nan], nan_ok=True)
-    assert [failure.row for failure in scores.failures] == [2]
-
-
-def test_equal_texts_are_no_score_where_the_judge_does_not_answer(server, tmp_path):
-    server.content = lambda text: "prose"
-    scores, _ = judged(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), ["a", "a", "b"])
-    assert scores.rewards.isnan().all() and len(scores.failures) == 3
 
 
 # --- cost -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""gruppo judge check: agreement with labels, by hand."""
+"""examples/judge_check.py: agreement with labels, by hand."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples.judge_check import agreement, check_judge, read_labels
 from tests.rewards.judge_server import write_judge
 
-from gruppo.cli import commands
-from gruppo.rewards.judge_check import agreement, check_judge, read_labels
 from gruppo.types import DataError
 
 
@@ -35,32 +34,20 @@ def test_unscored_rows_are_left_out_and_nothing_to_compare_is_nan():
     assert nothing["pairs"] == 0 and math.isnan(nothing["accuracy"]) and math.isnan(nothing["tau"])
 
 
-def test_a_check_grades_labelled_completions_counts_failures_and_names_the_cost(
-    server, tmp_path, capsys
-):
+def test_a_check_grades_labelled_completions_counts_failures_and_names_the_cost(server, tmp_path):
     rows = [
         {"prompt": "p", "completion": "x" * n, "label": label}
         for n, label in enumerate((0, 2, 1, 3))
     ]
     server.content = lambda text: "prose" if '"length": 0' in text else text
-    commands.judge("check", write_judge(tmp_path / "j.toml", server), str(write(tmp_path, *rows)))
-    output = capsys.readouterr().out
+    labels = write(tmp_path, *rows)
+    output = "\n".join(check_judge(write_judge(tmp_path / "j.toml", server), labels))
     assert (
         "4 labelled completions, 3 scored, 1 failed" in output
         and "1 x the judge's answer is not" in output
     )
     assert "accuracy       0.667  of 3 pairs" in output and "Kendall tau-b  0.333" in output
-    assert "judge j: 4 calls (0 retries)" in output and "position bias" not in output
-
-
-def test_a_check_of_pairs_shows_the_position_bias(server, tmp_path):
-    server.grade = lambda question: "first" if "b" in question["second"] else "tie"
-    labels = write(
-        tmp_path, *({"prompt": p, "chosen": f"a{p}", "rejected": f"b{p}"} for p in "xyz")
-    )
-    lines = check_judge(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), labels)
-    text = "\n".join(lines)
-    assert "accuracy       1.000  of 3 pairs" in text and "position bias  +0.250" in text
+    assert "judge j: 4 calls (0 retries)" in output
 
 
 @pytest.mark.parametrize(
@@ -97,9 +84,3 @@ def test_a_judge_without_any_verdict_is_an_error_with_its_reason(server, tmp_pat
         DataError, match="scored none of 2 completions: the judge's answer is not the JSON"
     ):
         check_judge(write_judge(tmp_path / "j.toml", server), labels)
-
-
-def test_pairs_need_two_completions_of_a_prompt(server, tmp_path):
-    labels = write(tmp_path, *({"prompt": x, "completion": x, "label": 1} for x in ("a", "b")))
-    with pytest.raises(DataError, match="its prompt has no other completion"):
-        check_judge(write_judge(tmp_path / "j.toml", server, 'mode = "pairs"'), labels)

@@ -49,10 +49,6 @@ def write(folder: Path, text: str) -> str:
             HEAD + "samples = 3\n" + RUBRIC,
             "samples=3 at temperature 0 asks for one answer several times",
         ),
-        (
-            HEAD + 'mode = "pair"\n' + RUBRIC,
-            "mode='pair' needs to be 'score' or 'pairs'",
-        ),
         (HEAD + RUBRIC + "[request]\nseed = 1\n", "request cannot set .*seed"),
         (HEAD.replace("http://", "") + RUBRIC, "endpoint needs the address"),
         (HEAD.replace('"m"', '""') + RUBRIC, "model needs the name"),

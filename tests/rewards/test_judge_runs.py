@@ -129,23 +129,6 @@ def test_another_rubric_is_another_run(server, tmp_path):
         api.start(result.folder)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"rollout__group_size": 1, "objective": "reinforce_pp"},
-            "compares the completions of a group, and group_size=1",
-        ),
-        ({"rollout__first_samples": 2}, "rollout.first_samples=2 scores them in two parts"),
-    ],
-)
-def test_a_tournament_needs_whole_groups_of_two(server, tmp_path, changes, message):
-    file = write_judge(tmp_path / "mine.toml", server, 'mode = "pairs"')
-    with pytest.raises(GruppoError, match=message):
-        start(tmp_path, file, **changes)
-    assert not server.bodies and not (tmp_path / "runs").exists()
-
-
 def test_a_foreign_run_with_a_judge_asks_nobody_without_the_flag(server, tmp_path, monkeypatch):
     """Its file would choose who gets which of this user's keys."""
     monkeypatch.delenv(trust.TRUSTED, raising=False)

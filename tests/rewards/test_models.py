@@ -12,7 +12,7 @@ from tests.rewards.classifiers import OTHER_MERGES, classifier, folder_of
 from tests.rewards.test_step_rewards import read, written
 
 from gruppo import check_reward
-from gruppo.rewards import ProcessRewardModel, RewardModel, RewardSet, models, resolve_reward
+from gruppo.rewards import ProcessRewardModel, RewardModel, RewardSet, resolve_reward
 from gruppo.types import DataError, GruppoError
 
 NAN = math.nan
@@ -210,60 +210,14 @@ def test_steps_of_a_process_model_are_placed_on_the_policys_tokens():
     assert placed[1, 2].item() == pytest.approx(alone_scores[1][0], abs=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("score", "summary"),
-    [
-        ("mean", lambda s: sum(s) / len(s)),
-        ("min", min),
-        ("last", lambda s: s[-1]),
-        ("product", math.prod),
-    ],
-)
-def test_a_process_model_may_give_one_score_of_its_steps_which_is_an_outcome(score, summary):
-    (steps,) = scores_of(process(), ["yes\ntes\n12"])
-    model = process(score=score)
-    assert scores_of(model, ["yes\ntes\n12"]) == pytest.approx([summary(steps)], rel=1e-5)
-    assert RewardSet([model]).step_names == ()
-
-
 def test_steps_that_a_cut_text_has_lost_are_unscored():
     model = process(max_length=6)
     (scores,) = scores_of(model, ["yes\ntes\n12 12 12"])
     assert scores[:2] == [None, None] and scores[2] is not None
-    (worst,) = scores_of(process(max_length=6, score="min"), ["yes\ntes\n12 12 12"])
-    assert worst == scores[2]
     rewards = RewardSet([model])
     rewards.set_decoder(read)
     scores = rewards.score(written("yes\ntes\n12 12 12"))
     assert scores.steps["process_reward"].isfinite().sum() == 1 and scores.failures == ()
-
-
-# --- devices --------------------------------------------------------------------------------------
-
-
-def test_offloaded_weights_come_to_the_accelerator_for_a_call_and_go_back(monkeypatch):
-    """``cpu:0`` stands for an accelerator: it computes, and is another device than ``cpu`` to all
-    who compare."""
-    work = torch.device("cpu", 0)
-    monkeypatch.setattr(models, "accelerator", lambda: work)
-    model, moves = outcome(offload=True), []
-    network, move, forward = model.network, model.network.module.to, model.network.module.forward
-    assert (network.device, network.work_device) == (torch.device("cpu"), work)
-    monkeypatch.setattr(network.module, "to", lambda device: moves.append(device) or move(device))
-    monkeypatch.setattr(
-        network.module, "forward", lambda **rest: moves.append("forward") or forward(**rest)
-    )
-    assert scores_of(model, TEXTS) == scores_of(outcome(), TEXTS)
-    assert moves == [work, "forward", torch.device("cpu")]
-
-    def fails(**_):
-        raise ValueError("boom")
-
-    moves.clear()
-    monkeypatch.setattr(network.module, "forward", fails)
-    with pytest.raises(ValueError, match="boom"):
-        scores_of(model, TEXTS)
-    assert moves == [work, torch.device("cpu")]
 
 
 # --- folders and options --------------------------------------------------------------------------
@@ -271,9 +225,9 @@ def test_offloaded_weights_come_to_the_accelerator_for_a_call_and_go_back(monkey
 
 def test_a_folder_is_named_with_its_options_and_keeps_the_contract(tmp_path):
     path = folder_of(tmp_path / "rm", "SequenceClassification", 2)
-    model = resolve_reward(f"reward_model:{path},label=0,output=probability,name=kind,offload=true")
+    model = resolve_reward(f"reward_model:{path},label=0,output=probability,name=kind")
     network = model.network
-    assert (network.label, network.output, network.device.type) == (0, "probability", "cpu")
+    assert (network.label, network.output) == (0, "probability")
     assert RewardSet([model]).names == ("kind",)
     plain = outcome(2, label=0, output="probability")
     assert scores_of(model, TEXTS) == pytest.approx(scores_of(plain, TEXTS), abs=1e-6)
@@ -291,14 +245,13 @@ def test_a_folder_is_named_with_its_options_and_keeps_the_contract(tmp_path):
         ("reward_model:{rm},label=good", "got label='good'; it has LABEL_0, LABEL_1"),
         ("reward_model:{rm},label=2", "got label='2'"),
         ("reward_model:{rm},max_length=many", "max_length=many is no int"),
-        ("reward_model:{rm},offload=perhaps", "offload=perhaps is no bool"),
+        ("reward_model:{rm},trust_remote_code=perhaps", "trust_remote_code=perhaps is no bool"),
         ("reward_model:{rm},output=odds", "output=odds is not one of logit, probability"),
         ("reward_model:{rm},dtype=int8", "dtype=int8 is not one of float32"),
         ("reward_model:{rm},separator=;", r"no option 'separator'\. It has model"),
         ("reward_model:{lm}", "holds a LlamaForCausalLM and lacks score.weight.*random weights"),
         ("reward_model:{prm}", "is a LlamaForTokenClassification.*Write process_reward:{prm}"),
         ("process_reward:{rm}", "is a LlamaForSequenceClassification.*Write reward_model:{rm}"),
-        ("process_reward:{prm},score=max", "score=max is not one of steps, mean"),
         ("process_reward:{prm},separator=", "separator='' splits nothing"),
         ("reward_model:{none}", "could not be loaded"),
         ("reward_model:{bare}", r"could not be loaded: [^:]+\. Use a folder"),

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gruppo.core.images import to_uint8
-from gruppo.rewards.preference import clip_score, hps_score, image_reward, pick_score
+from gruppo.rewards.preference import clip_score, pick_score
 from gruppo.types import GruppoError
 
 PIL = pytest.importorskip("PIL.Image")
@@ -100,46 +98,3 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path):
         match=r"pick_score: the CLIP model .* could not be loaded: .*folder with a CLIP",
     ):
         pick_score(tmp_path / "nothing")
-
-
-def levels(image) -> float:
-    return float(sum(image.tobytes()))
-
-
-def test_hps_is_called_for_each_image_and_its_caption(monkeypatch):
-    calls = []
-
-    def score(image, caption, hps_version):
-        calls.append((caption, hps_version))
-        return [levels(image)]
-
-    monkeypatch.setitem(sys.modules, "hpsv2", SimpleNamespace(score=score))
-    images = [noise(0), noise(1)]
-    scores = hps_score("v2.1")(images=images, prompts=["cat", "dog"])
-    assert calls == [("cat", "v2.1"), ("dog", "v2.1")]
-    assert scores == [float(to_uint8(image).double().sum()) for image in images]
-
-
-def test_image_reward_is_called_for_each_image_and_its_caption(monkeypatch):
-    model = SimpleNamespace(score=lambda caption, image: len(caption) + levels(image))
-    loaded = []
-    package = SimpleNamespace(
-        load=lambda version, device: loaded.append((version, device)) or model
-    )
-    monkeypatch.setitem(sys.modules, "ImageReward", package)
-    scores = image_reward()(images=[noise(0), noise(1)], prompts=["cat", "bird"])
-    assert scores == [
-        3 + float(to_uint8(noise(0)).double().sum()),
-        4 + float(to_uint8(noise(1)).double().sum()),
-    ]
-    assert loaded == [("ImageReward-v1.0", "cpu")]
-
-
-@pytest.mark.parametrize(
-    ("reward", "module", "install"),
-    [(hps_score, "hpsv2", "hpsv2"), (image_reward, "ImageReward", "image-reward")],
-)
-def test_without_a_package_the_line_that_installs_it_is_named(monkeypatch, reward, module, install):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(GruppoError, match=rf"run: pip install {install}$"):
-        reward()

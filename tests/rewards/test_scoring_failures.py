@@ -134,7 +134,7 @@ def test_with_many_calls_still_hanging_no_row_is_tried_again(monkeypatch):
 
     outcome = RewardSet(reward, timeout_s=0.1).score(rollouts_of("abc"))
     assert seen == [3] and kinds_of(outcome) == [(row, "timeout") for row in range(3)]
-    assert "still hanging" in outcome.failures[0].message
+    assert "calls still hang" in outcome.failures[0].message
 
 
 def test_abandoned_calls_are_counted_until_they_end():

@@ -25,8 +25,6 @@ usage: gruppo COMMAND ...
                               doctor
   report RUN [RUN ...]        the same page as one HTML file
   serve MODEL [-- OPTIONS]    a vLLM server for --engine vllm; OPTIONS are vLLM's own
-  judge check FILE.toml LABELS.jsonl
-                              how a judge agrees with labels, before it is a reward
   config RECIPE [--options]   print the config as TOML, to edit and train
   recipes [NAME]              list the built-in recipes, or describe one
   completion bash|zsh|fish    print a script for shell completion

@@ -274,23 +274,6 @@ def report(
     print(f"written to {page.write_report(run, Path(output) if output else None)}")
 
 
-def judge(
-    action: Annotated[str, "check: measure how a judge agrees with labels."],
-    file: Annotated[str, "TOML file of the judge, as in --reward judge:FILE.toml."],
-    labels: Annotated[
-        str, "JSON lines: prompt, with completion and label, or with chosen and rejected."
-    ],
-) -> None:
-    """Ask a judge about labelled completions: accuracy, Kendall's tau, position
-    bias, failures, cost."""
-    if action != "check":
-        raise GruppoError(f"""gruppo judge {action}: it needs check, as in {command_name()} judge
-            check FILE.toml LABELS.jsonl.""")
-    from gruppo.rewards.judge_check import check_judge
-
-    print("\n".join(check_judge(file, Path(labels))))
-
-
 def config(args: list[str]) -> None:
     """Print the config of ``RECIPE --options`` as TOML."""
     print(serialization.to_toml(parse_config("config", args)), end="")
@@ -358,7 +341,7 @@ def plan(
 
 
 _OF_RUNS = (train, launch, resume, eval_, sample, export, explain, plan, doctor, view, report)
-_OTHERS = (serve, judge, config, recipes, completion)
+_OTHERS = (serve, config, recipes, completion)
 COMMANDS: dict[str, Callable[..., None]] = {
     run.__name__.rstrip("_"): run for run in (*_OF_RUNS, *_OTHERS)
 }

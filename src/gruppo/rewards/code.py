@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -59,12 +58,10 @@ class CodeTests:
 
     ``all_or_nothing``: 1 if every test passes, else 0. ``column``: where the tests are.
     ``case_s``, ``program_s`` and ``memory_mib``: see ``SandboxLimits``. ``workers``: programs that
-    run at once; 0: one for each processor, at most 16. ``sandbox``: command that starts Python in a
-    container, with the jail inside. ``packages``: names, separated by commas, that programs may
-    import besides the standard library. A row without tests is not scored; one whose
-    tests cannot be judged from outside is a failure with the reason. Weakness: tests that stand in
-    the prompt can be answered from a table. Raises GruppoError if no program runs, or the jail
-    does not hold.
+    run at once; 0: one for each processor, at most 16. ``packages``: names, separated by commas,
+    that programs may import besides the standard library. A row without tests is not scored; one
+    whose tests cannot be judged from outside is a failure with the reason. Weakness: tests that
+    stand in the prompt can be answered from a table. Raises GruppoError if the jail does not hold.
     """
 
     __name__ = "code_tests"
@@ -79,15 +76,14 @@ class CodeTests:
         program_s: float = SandboxLimits.program_s,
         memory_mib: int = SandboxLimits.memory_mib,
         workers: int = 0,
-        sandbox: str = "",
         packages: str = "",
     ) -> None:
         self.all_or_nothing = all_or_nothing
         self.columns = (column,) if column else COLUMNS
         limits = SandboxLimits(case_s, program_s, memory_mib)
-        where = (tuple(shlex.split(sandbox)), tuple(packages.replace(",", " ").split()))
-        require_jail(*where)
-        self.open_jail = partial(Jail, limits, command=where[0], packages=where[1])
+        allowed = tuple(packages.replace(",", " ").split())
+        require_jail(allowed)
+        self.open_jail = partial(Jail, limits, packages=allowed)
         # The ranks of a machine share its processors.
         processors = max(1, usable_processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self.workers = workers or min(_MOST_WORKERS, processors)

@@ -85,9 +85,8 @@ class FunctionReward:
     thread, without gradients; with ``timeout_s=None`` they run in the caller's thread and have no
     deadline. Attributes of the function that are read: ``timeout_s`` (wins over the argument),
     ``step_separator`` (see ``step_reward``), ``scores_turns`` (see ``turn_reward``),
-    ``memory_bytes``, ``check(columns)``, which may refuse the columns of the data,
-    ``compares_group`` (it needs groups of two or more), and of a judge ``input_digest``,
-    ``attach``, ``usage`` and ``describe_usage``.
+    ``memory_bytes``, ``check(columns)``, which may refuse the columns of the data, and of a judge
+    ``input_digest``, ``attach``, ``usage`` and ``describe_usage``.
     """
 
     def __init__(
@@ -268,6 +267,20 @@ class ObjectReward:
             placed = StepScores(ends.nonzero()[:, 0].tolist(), row[ends].tolist())
             values.append(CallError("exception", reason) if is_wrong else placed)
         return Answer(len(rows), values)
+
+
+def open_reward(source: Any, timeout_s: float | None) -> FunctionReward | ObjectReward:
+    """A reward that can be called, of a function or of an object with the ``Reward`` protocol."""
+    if isinstance(source, FunctionReward):
+        reward: FunctionReward | ObjectReward = source
+    elif callable(source) and isinstance(getattr(source, "name", None), str):
+        reward = ObjectReward(source, timeout_s)
+    else:
+        reward = FunctionReward(source, timeout_s=timeout_s)
+    if reward.timeout_s is not None and not reward.timeout_s > 0:
+        problem = f"timeout_s={reward.timeout_s} leaves reward {reward.name!r} no time"
+        raise GruppoError(f"{problem}; use more than 0, or None.")
+    return reward
 
 
 def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:

@@ -8,8 +8,6 @@ import itertools
 import json
 import logging
 import math
-import random
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +20,7 @@ from gruppo.http import ServerError, open_client, read_key, request_json, retry_
 from gruppo.integrity import json_lines, parse_json, read_json, replace_file
 from gruppo.loading import visible
 from gruppo.rewards.judge_file import JudgeConfig
-from gruppo.timeouts import CallError
+from gruppo.timeouts import CallError, FailureKind
 from gruppo.trust import state_folder
 from gruppo.types import GruppoError
 
@@ -32,6 +30,7 @@ COUNTS = ("calls", "retries", "cache_hits", "input_tokens", "output_tokens", "fa
 """Counters of a run, for metrics; failed: questions without a verdict."""
 MAX_COUNT = 1 << 40
 """Larger counts, in an answer or a file, are ignored: they may not fit in a float."""
+_ODD = (KeyError, IndexError, TypeError, AttributeError)  # of an answer of another form
 
 
 class JudgeClient:
@@ -52,11 +51,8 @@ class JudgeClient:
         self._max_calls = math.inf if config.max_calls is None else config.max_calls
         """Of this rank."""
         self._usage_file: Path | None = None
-        self._not_before = 0.0
-        """When a rate limit ends, for all requests."""
         self._unanswered = 0
         """Questions in a row without an answer, in this batch."""
-        self._jitter = random.Random(0)  # its own: rewards do not change the run's random numbers
         self._verdicts = dict[str, Any]()
         self._cache_file: Path | None = None
         try:
@@ -78,23 +74,22 @@ class JudgeClient:
         """Continue the counts of the run in ``folder``, and save them there after each answer. A
         collective.
 
-        What a killed run has paid for is not in its checkpoint. The remaining calls are divided
-        among the ranks.
+        What a killed run has paid for is not in its checkpoint. Each rank continues the counts of
+        its own file, and of ranks that are no more. The remaining calls are divided among the
+        ranks.
         """
         rank, world = dist.rank(), dist.world_size()
         self._usage_file = folder / f"{rank}.json"
-        if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            before = list(folder.glob("*.json"))
-            for path in before:
-                with suppress(OSError, ValueError, AttributeError):
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.json"):
+            with suppress(OSError, ValueError, AttributeError):
+                if int(path.stem) % world == rank:
                     saved = read_json(path)
                     for name in COUNTS:
                         self.counts[name] += _count(saved.get(name))
-            self._save_usage()
-            for path in before:
-                if path != self._usage_file:
-                    path.unlink()
+                    if path != self._usage_file:
+                        path.unlink()
+        self._save_usage()
         own = self.counts["calls"]
         total = int(dist.all_sum(torch.tensor([own], dtype=torch.float64)))
         if self.config.max_calls is not None:
@@ -105,8 +100,6 @@ class JudgeClient:
         if self._usage_file is not None:
             with suppress(GruppoError):  # a full disk ends the run elsewhere, with a message
                 replace_file(self._usage_file, json.dumps(self.counts), is_synced=False)
-
-    # --- requests ---
 
     async def ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the verdict of each request, or a ``CallError``. Equal requests are sent once."""
@@ -143,19 +136,18 @@ class JudgeClient:
 
     async def _post(self, client: Any, body: Mapping[str, Any]) -> Any:
         """Send a request, several times if that may help; CallError if there is no answer."""
-        timeout_s = self.config.timeout_s
+        route, timeout_s = "/chat/completions", self.config.timeout_s
         for attempt in itertools.count():
-            while (wait_s := self._not_before - time.monotonic()) > 0:
-                await asyncio.sleep(wait_s)
             self._check_limits()
             self.counts["calls"] += 1
             self.counts["retries"] += attempt > 0
             try:
-                reply = await request_json(
-                    client, "POST", "/chat/completions", body, timeout_s=timeout_s
-                )
+                reply = await request_json(client, "POST", route, body, timeout_s=timeout_s)
             except ServerError as error:
-                await asyncio.sleep(self._wait_after(error, attempt))
+                wait_s = retry_wait_s(error, attempt)
+                if wait_s is None or attempt == self.config.retries:
+                    raise self._unanswered_question(error) from None
+                await asyncio.sleep(wait_s)
             else:
                 self._unanswered = 0
                 return reply
@@ -170,19 +162,13 @@ class JudgeClient:
             reason = f"not asked: {self._unanswered} questions in a row had no answer"
             raise CallError("exception", f"{reason} from {self._url}", "unanswered")
 
-    def _wait_after(self, error: ServerError, attempt: int) -> float:
-        """Seconds to wait before the next attempt; CallError if there is none."""
-        wait_s = retry_wait_s(error, attempt, self._jitter.uniform(0.5, 1.0))
-        if wait_s is None or attempt == self.config.retries:
-            self._unanswered += 1
-            text = str(error)
-            if self._key:  # a server may quote the key
-                text = text.replace(self._key, "***")
-            reason = f"the judge {self._url}{visible(text)}"
-            raise CallError("timeout" if error.is_timeout else "exception", reason, error.status)
-        if error.retry_after_s is not None:
-            self._not_before = time.monotonic() + wait_s
-        return wait_s
+    def _unanswered_question(self, error: ServerError) -> CallError:
+        self._unanswered += 1
+        text = visible(str(error))
+        if self._key:  # a server may quote the key
+            text = text.replace(self._key, "***")
+        kind: FailureKind = "timeout" if error.is_timeout else "exception"
+        return CallError(kind, f"the judge {self._url}{text}", error.status)
 
     def _read(self, reply: Any, schema: Mapping[str, Any]) -> Any:
         """Return the verdict in a reply; CallError unless it is JSON of the schema and nothing
@@ -190,27 +176,20 @@ class JudgeClient:
 
         JSON within prose is not looked for: the judge may quote what the policy wrote.
         """
+        with suppress(*_ODD):
+            self.counts["input_tokens"] += _count(reply["usage"].get("prompt_tokens"))
+            self.counts["output_tokens"] += _count(reply["usage"].get("completion_tokens"))
         text = finish = None
-        usage: Any = {}
-        with suppress(KeyError, IndexError, TypeError, AttributeError):
-            usage = reply.get("usage") or {}
-            choice = reply["choices"][0]
-            text = choice["message"]["content"]
-            finish = choice.get("finish_reason")
-        for name, field in (
-            ("input_tokens", "prompt_tokens"),
-            ("output_tokens", "completion_tokens"),
-        ):
-            self.counts[name] += _count(usage.get(field)) if isinstance(usage, dict) else 0
+        with suppress(*_ODD):
+            text = reply["choices"][0]["message"]["content"]
+            finish = reply["choices"][0].get("finish_reason")
         with suppress(ValueError, TypeError):
             verdict = parse_json(text)  # type: ignore[arg-type]
             if fits(verdict, schema):
                 return verdict
         cut = ", cut off at max_tokens: raise request.max_tokens" if finish == "length" else ""
-        quote = visible(str(text))[:120]
-        raise CallError(
-            "exception", f"the judge's answer is not the JSON asked for{cut}: {quote!r}"
-        )
+        problem = f"the judge's answer is not the JSON asked for{cut}: {visible(str(text))[:120]!r}"
+        raise CallError("exception", problem)
 
 
 def _sha256(text: str) -> str:

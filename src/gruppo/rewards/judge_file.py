@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from gruppo.config.options import Count, NoneOr, Positive, Range
 from gruppo.config.serialization import build, read
@@ -36,7 +36,7 @@ class Criterion:
     weight: Annotated[float, Range(gt=0)] = 1.0
     """Share in the reward, relative to the other items."""
     points: Annotated[int, Range(ge=1, le=100)] = 5
-    """Highest grade; the lowest is 0. Not used by pairs."""
+    """Highest grade; the lowest is 0."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,6 @@ class JudgeConfig:
     model: str = ""
     key_env: str = ""
     """Environment variable that holds the key."""
-    mode: Literal["score", "pairs"] = "score"
-    """score: each completion is graded. pairs: the completions of a group are compared."""
     rubric: tuple[Criterion, ...] = ()
     instructions: str = ""
     """Added to the judge's system prompt."""

@@ -6,9 +6,8 @@ own tokenizer, independent of the policy's.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -26,12 +25,6 @@ from gruppo.types import GruppoError
 Output = Literal["logit", "probability"]
 Column = Sequence[Any]  # an entry for each row
 OUTCOME, PROCESS = "ForSequenceClassification", "ForTokenClassification"
-SUMMARIES: dict[str, Callable[[list[float]], float]] = {
-    "mean": lambda scores: math.fsum(scores) / len(scores),
-    "min": min,
-    "last": lambda scores: scores[-1],
-    "product": math.prod,
-}
 BATCH = 16
 """Texts of a forward pass."""
 NO_LIMIT = 1 << 20  # a tokenizer without a maximum length states an astronomical one
@@ -42,7 +35,6 @@ class NetworkOptions(TypedDict, total=False):
 
     label: int | str
     max_length: int
-    offload: bool
     dtype: Literal["float32", "bfloat16"]
     trust_remote_code: bool
 
@@ -102,14 +94,10 @@ class ProcessRewardModel:
     ``mark`` (by default the separator), each tokenized by itself; a step's score is that of the
     last token of its mark, which cannot attend to later steps. A conversation is written by the
     chat template, if there is one.
-
-    ``score="steps"`` gives each step its score; "mean", "min", "last" or "product" one number of
-    them, an outcome. ``options``: see ``ScoringNetwork``; steps that were truncated away are
-    unscored.
+    ``options``: see ``ScoringNetwork``; steps that were truncated away are unscored.
     """
 
     timeout_s = None
-    step_separator: str | None = None  # as ``step_reward`` sets it
 
     def __init__(
         self,
@@ -118,15 +106,12 @@ class ProcessRewardModel:
         *,
         separator: str = "\n",
         mark: str = "",
-        score: Literal["steps", "mean", "min", "last", "product"] = "steps",
         output: Output = "probability",
         name: str = "process_reward",
         **options: Unpack[NetworkOptions],
     ) -> None:
-        step_reward(separator)(self)  # refuses a separator that splits nothing
-        if score != "steps":
-            self.step_separator = None
-        self.__name__, self.separator, self.score = name, separator, score
+        step_reward(separator)(self)  # sets ``step_separator``
+        self.__name__, self.separator = name, separator
         self.network = ScoringNetwork(model, tokenizer, PROCESS, output, **options)
         self.memory_bytes = self.network.memory_bytes
         self.mark = self._encode(mark or separator)
@@ -153,10 +138,7 @@ class ProcessRewardModel:
             # The first id of a truncated text may be its opening token, not the end of a step.
             first = lost + (lost > 0)
             rows.append([float(values[end - lost]) if end >= first else None for end in ends[n]])
-        if self.score == "steps":
-            return rows
-        known = [[score for score in row if score is not None] for row in rows]
-        return [SUMMARIES[self.score](row) if row else None for row in known]
+        return rows
 
     def _prompt_ids(self, prompt: Any) -> list[int]:
         tokenizer = self.network.tokenizer
@@ -189,8 +171,7 @@ class ScoringNetwork:
 
     ``label``: index or name of the good label; the last of up to two. ``max_length`` (0: the
     model's limit): longer texts lose their beginning, which is counted as
-    ``reward_metric/NAME_truncated_frac``. ``offload``: the weights are kept on the CPU between
-    calls.
+    ``reward_metric/NAME_truncated_frac``.
     """
 
     def __init__(
@@ -202,7 +183,6 @@ class ScoringNetwork:
         *,
         label: int | str | None = None,
         max_length: int = 0,
-        offload: bool = False,
         dtype: Literal["float32", "bfloat16"] = "float32",
         trust_remote_code: bool = False,
     ) -> None:
@@ -229,8 +209,7 @@ class ScoringNetwork:
         self.pad_id = config.pad_token_id
         # transformers finds the last token of a text by the padding.
         self.batch = 1 if self.pad_id is None and head == OUTCOME else BATCH
-        self.work_device = accelerator()
-        self.device = torch.device("cpu") if offload else self.work_device
+        self.device = accelerator()
         self.module.to(self.device)
 
     def truncate(self, ids: list[int]) -> list[int]:
@@ -254,16 +233,8 @@ class ScoringNetwork:
         if log_metric is not None:
             lost = sum(len(row) < len(text) for row, text in zip(rows, texts, strict=True))
             log_metric(f"{name}_truncated_frac", lost / len(rows))
-        scores = list[Tensor]()
-        try:
-            if self.work_device != self.device:
-                self.module.to(self.work_device)
-            for start in range(0, len(rows), self.batch):
-                scores += map(self._score, self._forward(rows[start : start + self.batch]))
-        finally:
-            if self.work_device != self.device:
-                self.module.to(self.device)
-        return scores
+        batches = [rows[n : n + self.batch] for n in range(0, len(rows), self.batch)]
+        return [self._score(logits) for batch in batches for logits in self._forward(batch)]
 
     def _score(self, logits: Float[Tensor, "*length labels"]) -> Float[Tensor, "*length"]:
         others = [k for k in range(logits.shape[-1]) if k != self.label]
@@ -281,10 +252,8 @@ class ScoringNetwork:
         tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
         ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad_id or 0)
         mask = pad_sequence([torch.ones_like(row) for row in tokens], batch_first=True)
-        output = self.module(
-            input_ids=ids.to(self.work_device), attention_mask=mask.to(self.work_device)
-        )
-        logits = output.logits.float().cpu()
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        logits = self.module(input_ids=ids, attention_mask=mask).logits.float().cpu()
         if logits.ndim != (2 if self.head == OUTCOME else 3):
             other, name = _other(self.head)
             raise GruppoError(f"""reward model {self.name} gave logits of shape
@@ -312,38 +281,30 @@ def _label_index(config: Any, label: int | str | None, name: str) -> int:
     names = [str(config.id2label[n]) for n in range(config.num_labels)]
     if label is None and len(names) <= 2:
         return len(names) - 1
-    if str(label) in names:
-        return names.index(str(label))
-    if str(label) not in map(str, range(len(names))):
+    known = {**{str(n): n for n in range(len(names))}, **{x: n for n, x in enumerate(names)}}
+    if str(label) not in known:
         raise GruppoError(f"""reward model {name} got label={label!r}; it has {", ".join(names)}.
             Set label to the good one's name or number, such as label={len(names) - 1}.""")
-    return int(str(label))
+    return known[str(label)]
 
 
 def _load(path: str, head: str, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
     """Load model and tokenizer from a folder or hub id; raise GruppoError for a model without the
     head."""
     import transformers
-    from transformers.utils import logging as hf_logging
 
     folder = Path(path).expanduser()
     path = str(folder) if folder.exists() else path
-    hf_logging.disable_progress_bar()
-    verbosity = hf_logging.get_verbosity()
-    hf_logging.set_verbosity_error()  # missing weights are reported below, in one sentence
-    what = "config"
     try:
-        check_layers(transformers.PretrainedConfig.get_config_dict(path)[0], path)
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        architecture = (config.architectures or [""])[0]
+        config = transformers.PretrainedConfig.get_config_dict(path)[0]
+        check_layers(config, path)
+        architecture = (config.get("architectures") or [""])[0]
         other, name = _other(head)
         if architecture.endswith(other):
             raise GruppoError(f"{path!r} is a {architecture}. Write {name}:{path}.")
-        what = "tokenizer"
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             path, trust_remote_code=trust_remote_code
         )
-        what = "model"
         module, info = getattr(transformers, f"AutoModel{head}").from_pretrained(
             path,
             dtype=getattr(torch, dtype),
@@ -355,10 +316,8 @@ def _load(path: str, head: str, dtype: str, trust_remote_code: bool) -> tuple[An
         raise
     except Exception as error:  # transformers and the file formats raise many kinds
         raise GruppoError(f"""reward model {path!r} could not be loaded:
-            {transformers_error(error, what)} Use a folder with the model and its tokenizer, or a
+            {transformers_error(error, "model")} Use a folder with the model and its tokenizer, or a
             hub id that this machine can reach or has cached.""") from error
-    finally:
-        hf_logging.set_verbosity(verbosity)
     if missing := sorted(info["missing_keys"]):
         raise GruppoError(f"""{path!r} holds a {architecture or "model"} and lacks {missing[0]},
             which a {type(module).__name__} has: it would score with random weights. Use a model

@@ -1,16 +1,9 @@
-"""Human-preference models of images as rewards: CLIP, PickScore, HPS v2 and ImageReward. They read
-image and caption.
-
-CLIP and PickScore are loaded by transformers. HPS and ImageReward are packages with pinned versions
-of their own, which are therefore not an extra of gruppo, and load checkpoints that are pickles.
-"""
+"""Human-preference models of images as rewards: CLIP and PickScore. They read image and caption."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -44,32 +37,6 @@ def pick_score(model: str | Path = PICKSCORE, *, device: str = "cpu") -> ImageRe
     module, preprocess = _clip("pick_score", str(model), processor, device)
     scale = float(module.logit_scale.exp())
     return _per_image("pick_score", lambda *pair: scale * _cosine(module, preprocess, *pair))
-
-
-def hps_score(version: str = "v2.1") -> ImageReward:
-    """Human Preference Score v2 by the package hpsv2, about 0.2 to 0.35 (arXiv 2306.09341)."""
-    package = _package("hpsv2", "hps_score", "hpsv2")
-
-    def score(caption: str, image: Any) -> float:
-        return float(package.score(image, caption, hps_version=version)[0])
-
-    return _per_image("hps_score", score)
-
-
-def image_reward(version: str = "ImageReward-v1.0", *, device: str = "cpu") -> ImageReward:
-    """ImageReward by the package image-reward: standardized, so about -2 to 2 (arXiv
-    2304.05977)."""
-    model = _package("ImageReward", "image_reward", "image-reward").load(version, device=device)
-    return _per_image("image_reward", model.score)
-
-
-def _package(module: str, reward: str, install: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise GruppoError(
-            f'{reward} needs the package "{install}" ({error}); run: pip install {install}'
-        ) from error
 
 
 def _clip(reward: str, model: str, processor: str, device: str) -> tuple[Any, Any]:

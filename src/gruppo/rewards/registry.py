@@ -29,7 +29,7 @@ for _made in (
     *(text.regex_format, text.length_target, text.keywords, text.repetition_penalty),
     *(images.brightness, images.jpeg_compressibility, images.jpeg_incompressibility),
     *(images.psnr, images.ssim, images.ocr_accuracy),
-    *(preference.clip_score, preference.pick_score, preference.hps_score, preference.image_reward),
+    *(preference.clip_score, preference.pick_score),
 ):
     BUILT_INS[_made.__name__] = _made
 REMOTE = ("math_verify", "regex_format")

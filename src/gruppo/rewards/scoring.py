@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,18 @@ from torch.nn.functional import pad
 from gruppo import distributed as dist
 from gruppo.protocols import Reward
 from gruppo.rewards.answers import Answer, TrainerState
-from gruppo.rewards.functions import Decode, FunctionReward, ObjectReward, RowCall, StepScores
+from gruppo.rewards.functions import (
+    Decode,
+    FunctionReward,
+    ObjectReward,
+    RowCall,
+    StepScores,
+    open_reward,
+)
 from gruppo.timeouts import (
     CallError,
     FailureKind,
+    TimedCall,
     abandoned_count,
     call_with_timeout,
     start_call,
@@ -89,30 +98,28 @@ class Scores:
         """Concatenate rows. Steps are padded to the widest; a metric is the mean over the scores
         that have it."""
         first = several[0]
+        sizes = [len(scores.rewards) for scores in several]
         width = max((x.shape[1] for scores in several for x in scores.steps.values()), default=0)
 
         def joined_steps(name: str) -> Tensor:
             steps = [scores.steps[name] for scores in several]
             return torch.cat([pad(x, (0, width - x.shape[1]), value=NAN) for x in steps])
 
+        def joined_column(name: str) -> tuple[Any, ...]:
+            columns = [scores.extras.get(name, (None,) * len(scores.rewards)) for scores in several]
+            return tuple(chain(*columns))
+
         failures = list[Failure]()
-        extras: dict[str, tuple[Any, ...]] = {}
-        rows = 0
-        for scores in several:
-            failures += [replace(f, row=f.row + rows) for f in scores.failures]
-            size = len(scores.rewards)
-            for name in extras.keys() | scores.extras.keys():
-                missing = (None,) * size
-                before = extras.get(name, (None,) * rows)
-                extras[name] = before + tuple(scores.extras.get(name, missing))
-            rows += size
+        for n, scores in enumerate(several):
+            failures += [replace(f, row=f.row + sum(sizes[:n])) for f in scores.failures]
+        columns = sorted({name for scores in several for name in scores.extras})
         return Scores(
             rewards=torch.cat([scores.rewards for scores in several]),
             parts={n: torch.cat([scores.parts[n] for scores in several]) for n in first.parts},
             steps={name: joined_steps(name) for name in first.steps},
             failures=tuple(failures),
             metrics=_means(entry for scores in several for entry in scores.metrics.items()),
-            extras=dict(sorted(extras.items())),
+            extras={name: joined_column(name) for name in columns},
         )
 
 
@@ -148,12 +155,10 @@ class RewardSet:
         self.weights = _checked_weights(weights, len(rewards))
         self._rewards: dict[str, FunctionReward | ObjectReward] = {}
         for source in rewards:
-            reward = _open(source, timeout_s)
-            name, number = reward.name, 1
-            while name in self._rewards:  # equal names get _2, _3, ...
-                number += 1
-                name = f"{reward.name}_{number}"
-            self._rewards[name] = reward
+            reward = open_reward(source, timeout_s)
+            numbered = (f"{reward.name}_{n}" for n in count(2))  # equal names get _2, _3, ...
+            names = chain([reward.name], numbered)
+            self._rewards[next(name for name in names if name not in self._rewards)] = reward
         opened = self._rewards.items()
         self.names = tuple(self._rewards)
         self.weight_of = dict(zip(self.names, self.weights, strict=True))
@@ -168,14 +173,10 @@ class RewardSet:
         """Whether a reward that scores whole rows has a weight."""
         requested = [reward.requested_columns for reward in self._rewards.values()]
         self.requested_columns = frozenset[str]().union(*requested)
-        """Columns that some reward reads, where the data have them."""
+        """Columns that some reward reads, if the data have them."""
         memory = {name: getattr(reward.fn, "memory_bytes", 0) for name, reward in opened}
         self.memory_bytes = {name: count for name, count in memory.items() if count}
         """Memory of the reward models' weights, by name."""
-        self.comparing = tuple(
-            name for name, reward in opened if getattr(reward.fn, "compares_group", False)
-        )
-        """Rewards that compare the completions of a group."""
         self._judges: dict[str, Any] = {
             name: reward.fn for name, reward in opened if hasattr(reward.fn, "describe_usage")
         }
@@ -250,22 +251,17 @@ class RewardSet:
         """Score all rows. Asynchronous rewards run at the same time, the others one after the
         other."""
         rows = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
-        results = dict[str, RewardResult]()
-        tasks, concurrent = list[Callable[[], None]](), list[Callable[[], None]]()
-        for name, reward in self._rewards.items():
-            width = rollouts.mask.shape[1] if reward.scores_steps else 0
-            results[name] = RewardResult(name, len(rollouts), width)
+        results = {name: RewardResult(name, *rollouts.mask.shape) for name in self._rewards}
+        started = list[TimedCall]()
+        for name, reward in sorted(self._rewards.items(), key=lambda item: not item[1].is_async):
             call = reward.prepare(rollouts, state or TrainerState())
             if not reward.is_remote:
                 call = partial(_call_in_thread, call)
             task = partial(score_rows, call, rows, results[name], reward.timeout_s)
-            (concurrent if reward.is_async else tasks).append(task)
-        running = list(map(start_call, concurrent))
-        for run in tasks:
-            run()
-        for started in running:  # each bounds its own time
-            started.done.wait()
-            started.result()
+            started.append(start_call(task, inline=not reward.is_async))
+        for running in started:  # each bounds its own time
+            running.done.wait()
+            running.result()
         extras: dict[str, tuple[Any, ...]] = {}
         for name, result in results.items():
             for column, values in result.extras.items():
@@ -286,27 +282,10 @@ class RewardSet:
 
 def _checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
     weights = (1.0,) * count if weights is None else weights
-    if len(weights) != count:
-        got = f"got {len(weights)} reward weights for {count} rewards"
-        raise GruppoError(f"{got}; give one each, or none.")
-    if not all(map(math.isfinite, weights)):
-        got = f"reward weights {list(weights)} are not all finite"
-        raise GruppoError(f"{got}; use 0 to leave a reward out.")
+    if len(weights) != count or not all(map(math.isfinite, weights)):
+        raise GruppoError(f"""got the reward weights {list(weights)} for {count} rewards; give one
+            finite number each, 0 to leave a reward out of the sum, or none.""")
     return tuple(map(float, weights))
-
-
-def _open(source: Any, timeout_s: float | None) -> FunctionReward | ObjectReward:
-    reward: FunctionReward | ObjectReward
-    if isinstance(source, FunctionReward):
-        reward = source
-    elif callable(source) and isinstance(getattr(source, "name", None), str):
-        reward = ObjectReward(source, timeout_s)
-    else:
-        reward = FunctionReward(source, timeout_s=timeout_s)
-    if reward.timeout_s is not None and not reward.timeout_s > 0:
-        problem = f"timeout_s={reward.timeout_s} leaves reward {reward.name!r} no time"
-        raise GruppoError(f"{problem}; use more than 0, or None.")
-    return reward
 
 
 class RewardResult:
@@ -316,9 +295,8 @@ class RewardResult:
         self.name = name
         self.rewards = torch.full((rows,), NAN, dtype=torch.float64)
         """[B]; NaN = not scored. Of a step reward, the sum over steps."""
-        self.steps = torch.full(
-            (rows, columns), NAN
-        )  # [B, T] float32; NaN = no step ends here, or it is not scored
+        self.steps = torch.full((rows, columns), NAN)
+        """[B, T] float32; NaN = no step ends here, or it is not scored."""
         self.failures: dict[int, Failure] = {}
         self.metrics: list[tuple[str, float]] = []
         self.extras: dict[str, list[Any]] = {}
@@ -328,15 +306,10 @@ class RewardResult:
             try:
                 if isinstance(value, CallError):
                     raise value
-                if not isinstance(value, StepScores):
+                if isinstance(value, StepScores):
+                    self._record_steps(row, value)
+                else:
                     self.rewards[row] = as_reward(value)
-                    continue
-                scores = [as_reward(score) for score in value.scores]
-                known = [score for score in scores if score == score]
-                self.rewards[row] = as_reward(math.fsum(known) if known else None)
-                for column, score in zip(value.columns, scores, strict=True):
-                    if score == score:  # two steps may end in one action
-                        self.steps[row, column] = score + self.steps[row, column].nan_to_num()
             except CallError as error:
                 self.fail([row], error)
         self.metrics += answer.metrics
@@ -344,6 +317,14 @@ class RewardResult:
             logged = self.extras.setdefault(extra, [None] * len(self.rewards))
             for row, value in zip(rows, values, strict=True):
                 logged[row] = value
+
+    def _record_steps(self, row: int, value: StepScores) -> None:
+        scores = [as_reward(score) for score in value.scores]
+        known = [score for score in scores if score == score]
+        self.rewards[row] = as_reward(math.fsum(known) if known else None)
+        for column, score in zip(value.columns, scores, strict=True):
+            if score == score:  # two steps may end in one action
+                self.steps[row, column] = score + self.steps[row, column].nan_to_num()
 
     def fail(self, rows: Sequence[int], error: CallError) -> None:
         for row in rows:
@@ -357,17 +338,13 @@ def as_reward(value: Any) -> float:
     if value is None:
         return float("nan")
     if not isinstance(value, (int, float)):
-        hint = (
-            "; mark a function that scores each step with gruppo.rewards.step_reward"
-            * isinstance(value, list)
-        )
+        mark = "; mark a function that scores each step with gruppo.rewards.step_reward"
+        hint = mark if isinstance(value, list) else ""
         got = f"returned {value!r:.60} ({type(value).__name__})"
         raise CallError("exception", f"{got}; each entry is a number or None{hint}")
     if not abs(value) <= _MAX_FLOAT32:
-        raise CallError(
-            "not_finite",
-            f"returned {value!r:.60}; a reward is a finite float32, or None for not scored",
-        )
+        need = "a reward is a finite float32, or None for not scored"
+        raise CallError("not_finite", f"returned {value!r:.60}; {need}")
     return float(value)
 
 
@@ -393,9 +370,8 @@ def score_rows(
     except CallError as error:
         if len(rows) == 1 or error.kind == "count":
             result.fail(rows, error)
-        elif error.kind == "timeout" and abandoned_count() >= MAX_ABANDONED:
-            hanging = f"not retried: {abandoned_count()} calls are still hanging"
-            result.fail(rows, CallError("timeout", hanging))
+        elif error.kind == "timeout" and (hanging := abandoned_count()) >= MAX_ABANDONED:
+            result.fail(rows, CallError("timeout", f"not retried: {hanging} calls still hang"))
         else:
             _retry(call, rows, result, timeout_s, error)
 
@@ -446,15 +422,13 @@ def combine(
 
     ``group_ids``: the groups over which it is decided which parts apply; None in an evaluation.
     """
-    counted = [
-        (result, weight) for result, weight in zip(results, weights, strict=True) if weight != 0
-    ]
-    if not counted:
+    weighted = [result for result, weight in zip(results, weights, strict=True) if weight]
+    if not weighted:
         return torch.full_like(results[0].rewards, NAN).float()
-    parts = torch.stack([result.rewards for result, _ in counted])  # [parts, B]
+    parts = torch.stack([result.rewards for result in weighted])  # [parts, B]
     scored = ~parts.isnan()
     failed = torch.zeros_like(scored)
-    for part, (result, _) in zip(failed, counted, strict=True):
+    for part, result in zip(failed, weighted, strict=True):
         part[list(result.failures)] = True
     if group_ids is None:
         # Two parts that never score the same row are for different kinds of prompts.
@@ -463,7 +437,7 @@ def combine(
     else:
         applies = applies_to_group(scored, group_ids)
     is_missing = (applies & ~scored) | failed
-    weight = torch.tensor([weight for _, weight in counted], dtype=torch.float64)
+    weight = torch.tensor([weight for weight in weights if weight], dtype=torch.float64)
     total = (weight[:, None] * torch.where(scored, parts, 0)).sum(0)
     total = torch.where(scored.any(0) & ~is_missing.any(0), total, NAN).float()
     return torch.where(total.isfinite(), total, NAN)

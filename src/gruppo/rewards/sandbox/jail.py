@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -27,13 +26,12 @@ from gruppo.types import GruppoError
 MAX_BYTES, MAX_ITEMS = 1 << 23, 1 << 18
 """Of all answers of a program together: a thousand that each are short would fill the memory."""
 _LEAST_MIB, _MOST_MIB = 128, 1 << 20
-_START_S = 60.0  # an image may have to be unpacked
-_END_S = 10.0
+_START_S = 60.0
 _MOST_ERRORS = 1 << 20
 _GRACE_S = 30.0
 _WALL_FACTOR = 10  # as in supervisor.py, which cannot be imported where there is no fcntl
 _INSIDE = ("plain_data", "program", "lockdown", "supervisor")
-# The inside comes in the first line of standard input: in a container, its files do not exist.
+# The inside comes in the first line of standard input: its folder stays closed.
 _BARE = """
 import json, sys
 from types import ModuleType
@@ -42,14 +40,6 @@ for name, text in json.loads(sys.stdin.buffer.readline()).items():
     module.__package__ = "sandbox"
     exec(compile(text, name + ".py", "exec"), vars(module))
 module.main(**json.loads(sys.argv[1]))
-"""
-# It needs fixed hashes, and an environment that has nothing to read: a container starts it twice.
-_CONTAINED = """
-import json, os, sys
-settings = json.loads(sys.argv[-1]) | {"folders": sys.path}
-kept = {name: os.environ[name] for name in ["LD_LIBRARY_PATH"] if name in os.environ}
-command = [sys.executable, *sys.argv[1:-1], json.dumps(settings)]
-os.execve(sys.executable, command, kept | {"PYTHONHASHSEED": "0"})
 """
 
 
@@ -102,46 +92,30 @@ class Jail(AbstractContextManager["Jail"]):
     """A bare interpreter that runs programs one after another, each in a confined process. A
     context manager.
 
-    ``command``: starts a Python interpreter in a container of the user's, with the same jail
-    inside. ``packages``: what programs may import besides the standard library. Raises SandboxError
-    if it cannot be used.
+    ``packages``: what programs may import besides the standard library. Raises SandboxError if it
+    cannot be used.
     """
 
     def __init__(
-        self,
-        limits: SandboxLimits | None = None,
-        *,
-        command: Sequence[str] = (),
-        packages: Sequence[str] = (),
+        self, limits: SandboxLimits | None = None, *, packages: Sequence[str] = ()
     ) -> None:
-        if sys.platform != "linux" and not command:
+        if sys.platform != "linux":
             raise SandboxError(f"it needs Linux, and this is {sys.platform}")
-        self.limits, self._is_contained = limits or SandboxLimits(), bool(command)
+        self.limits = limits or SandboxLimits()
+        settings = {"packages": list(packages), "folders": [*filter(None, sys.path)]}
+        flags = ["-P", "-s", "-S", "-B", "-X", "utf8"]
         # A program sees no environment at all; an interpreter may need this to start.
-        environment = {
-            name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ
-        }
-        settings = {
-            "packages": list(packages),
-            "is_contained": self._is_contained,
-            "folders": [*filter(None, sys.path)],
-        }
-        start = [*command, "-c", _CONTAINED] if command else [sys.executable]
-        bare = ["-P", "-s", "-S", "-B", "-X", "utf8", "-c", _BARE, json.dumps(settings)]
+        environment = {n: os.environ[n] for n in ("LD_LIBRARY_PATH",) if n in os.environ}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        try:
-            self._process = subprocess.Popen(
-                [*start, *bare],
-                env=None if command else environment | {"PYTHONHASHSEED": "0"},
-                cwd=None if command else "/",
-                start_new_session=True,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-            )
-        except OSError as error:
-            self._errors.close()
-            raise SandboxError(f"{start[0]} cannot be started: {error}") from None
+        self._process = subprocess.Popen(
+            [sys.executable, *flags, "-c", _BARE, json.dumps(settings)],
+            env=environment | {"PYTHONHASHSEED": "0"},
+            cwd="/",
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
         try:
             self._exchange(sources(), _START_S)
         except BaseException:
@@ -151,10 +125,7 @@ class Jail(AbstractContextManager["Jail"]):
     def end(self) -> None:
         """Kill the interpreter and a program that still runs; pending requests raise
         SandboxError. Called from any thread."""
-        if self._is_contained:  # its command passes the signal on, and may have to clean up
-            self._process.terminate()
-        else:
-            self._process.kill()
+        self._process.kill()
 
     def close(self, *_: object) -> None:
         """``end`` it and free its pipes."""
@@ -163,11 +134,7 @@ class Jail(AbstractContextManager["Jail"]):
             with contextlib.suppress(OSError):  # what it did not read is lost
                 pipe.close()  # type: ignore[union-attr]
         self._errors.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.wait()
 
     __exit__ = close
 
@@ -268,7 +235,7 @@ ATTEMPTS = {
 
 
 @cache
-def probe(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) -> str | None:
+def probe(packages: tuple[str, ...] = ()) -> str | None:
     """Return why the jail does not hold, or None if it does. Cached; takes about 0.2 s."""
     imports = "".join(f"import {name}\n" for name in packages)
     with tempfile.TemporaryDirectory() as folder:
@@ -280,7 +247,7 @@ def probe(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) -> str 
             for text in ATTEMPTS.values()
         ]
         try:
-            with Jail(command=command, packages=packages) as jail:
+            with Jail(packages=packages) as jail:
                 computed, *tried = jail.calls(imports, [["6 * 7"], *([text] for text in attempts)])
                 (printed,) = jail.script("print(6 * int(input()))", ["7"])
         except SandboxError as error:
@@ -292,27 +259,18 @@ def probe(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) -> str 
         if result != CaseResult("value", value):
             return f"a {what} 6 * 7 does not run in it: {result.message or repr(result.value)}"
     for attempt, result in zip(ATTEMPTS, tried, strict=True):
-        # A container need not have the file, nor the process.
-        refusals = ("PermissionError", "FileNotFoundError")
-        if result.status != "error" or not result.message.startswith(refusals):
+        if result.status != "error" or not result.message.startswith("PermissionError"):
             return f"a program in it could {attempt}"
     return None
 
 
-def require_jail(command: tuple[str, ...] = (), packages: tuple[str, ...] = ()) -> None:
-    """Raise GruppoError unless the jail holds on this machine, or in a container's ``command``."""
-    problem = probe(command, packages)
-    if problem is not None and command:
-        raise GruppoError(f"""code that a model wrote is not run by {shlex.join(command)}:
-            {problem}. The command has to start a Python 3.11 or later whose standard input and
-            output are this process's, as in podman run --rm -i --network none IMAGE python3; see
-            docs/guides/code.md.""")
+def require_jail(packages: tuple[str, ...] = ()) -> None:
+    """Raise GruppoError unless the jail holds on this machine."""
+    problem = probe(packages)
     if problem is not None:
         raise GruppoError(
             f"""code that a model wrote is not run here: {problem}. The jail needs Linux 5.13 or
                 later with Landlock and seccomp, on x86-64 or ARM; in a container, a seccomp profile
                 that allows both""",
-            advice="""Run there, name another sandbox
-                    ($reward code_tests:sandbox=...), or score code with your own reward ($reward
-                    file.py:function)""",
+            advice="""Run there, or score code with your own reward ($reward file.py:function)""",
         )

@@ -46,12 +46,11 @@ libc = ctypes.CDLL(None, use_errno=True)
 class Lockdown:
     """Landlock rules for the files that programs may read; ``apply`` confines the calling process.
 
-    ``is_contained``: a container protects the files too, so that Landlock may be missing, as it is
-    in gVisor. ``packages``: imported modules that programs may use.
+    ``packages``: imported modules that programs may use.
     """
 
-    def __init__(self, *, is_contained: bool = False, packages: Sequence[ModuleType] = ()) -> None:
-        machine, self.rules = platform.machine(), LAST_DESCRIPTOR
+    def __init__(self, packages: Sequence[ModuleType] = ()) -> None:
+        machine = platform.machine()
         if machine not in NUMBERS:
             raise OSError(errno.ENOSYS, f"no table of system calls for {machine}")
         # Assembled here and not in each child.
@@ -63,17 +62,11 @@ class Lockdown:
             + _line(_RETURN, _ALLOW)
             + _line(_RETURN, _ASK)
         )
-        try:
-            self.abi = _call(libc.syscall, _CREATE_RULESET, None, 0, 1)
-        except OSError:
-            if not is_contained:
-                raise
-            self.abi = 0
-            return
+        abi = _call(libc.syscall, _CREATE_RULESET, None, 0, 1)
         # Handle all that this Landlock knows, so that all of it is denied: files, TCP, abstract
         # sockets and signals.
-        rights = max(count for version, count in _FILE_RIGHTS_OF_ABI if self.abi >= version)
-        handled = [(1 << rights) - 1, _TCP, _SCOPES][: 1 + (self.abi >= 4) + (self.abi >= 6)]
+        rights = max(count for version, count in _FILE_RIGHTS_OF_ABI if abi >= version)
+        handled = [(1 << rights) - 1, _TCP, _SCOPES][: 1 + (abi >= 4) + (abi >= 6)]
         packed = struct.pack(f"={len(handled)}Q", *handled)
         rules = _call(libc.syscall, _CREATE_RULESET, _buffer(packed), len(packed), 0)
         # out of the way of a child's own descriptors
@@ -92,8 +85,7 @@ class Lockdown:
     def watch_threads(self, sender: _socket.socket) -> None:
         """Make this process ask before each new thread; send the descriptor for ``answer_clone``.
 
-        Nothing is sent if there is none: in gVisor, or in a container whose runtime listens
-        itself.
+        Nothing is sent if there is none: in a container whose runtime listens itself.
         """
         _call(libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         with contextlib.suppress(OSError):
@@ -113,9 +105,8 @@ class Lockdown:
         header, no_capabilities = _buffer(struct.pack("=Ii", 0x20080522, 0)), _buffer(bytes(24))
         _call(libc.capset, header, no_capabilities)
         _call(libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        if self.abi:
-            _call(libc.syscall, _RESTRICT_SELF, self.rules, 0)
-            os.close(self.rules)
+        _call(libc.syscall, _RESTRICT_SELF, self.rules, 0)
+        os.close(self.rules)
         own_pid = struct.pack("=I", os.getpid())
         own, _code = _program(self._filter.replace(struct.pack("=I", ANY_PID), own_pid))
         _call(libc.prctl, _PR_SET_SECCOMP, _MODE_FILTER, own, 0, 0)

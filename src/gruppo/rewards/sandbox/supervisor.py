@@ -57,11 +57,11 @@ types typing encodings.latin_1 encodings.ascii
 """Modules that most programs import: loaded once, for all."""
 
 
-def main(*, packages: Sequence[str], folders: Sequence[str], is_contained: bool) -> None:
+def main(*, packages: Sequence[str], folders: Sequence[str]) -> None:
     """Fork handlers, one request each, until standard input is closed.
 
     ``packages``: what programs may import besides the standard library; ``folders``: where they
-    are. ``is_contained``: this interpreter runs in a container of the user's.
+    are.
     """
     for name in PRELOADED.split():
         importlib.import_module(name)
@@ -75,7 +75,7 @@ def main(*, packages: Sequence[str], folders: Sequence[str], is_contained: bool)
         if "numpy" in sys.modules:  # to be seeded in each child
             importlib.import_module("numpy.random")
         sys.path[:] = own_path
-        lockdown = Lockdown(is_contained=is_contained, packages=modules)
+        lockdown = Lockdown(modules)
     except ImportError as error:
         return print(json.dumps({"refused": f"a package cannot be imported ({error})"}), flush=True)
     except OSError as error:
@@ -86,10 +86,8 @@ def main(*, packages: Sequence[str], folders: Sequence[str], is_contained: bool)
     with contextlib.suppress(OSError), open(adjustment, "w", encoding="ascii") as file:
         file.write("1000")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends us, by closing the pipe
-    # process 1 of a container would ignore it
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     gc.freeze()  # what a child collects is its own: our pages stay shared
-    print(json.dumps({"ready": lockdown.abi}), flush=True)
+    print(json.dumps({"ready": True}), flush=True)
     supervisor = os.getpid()
     while True:
         if os.fork() == 0:

@@ -1,10 +1,16 @@
-"""Agreement of a judge with labels, before it trains anything."""
+"""Agreement of a judge with labels, before it trains anything.
+
+    python examples/judge_check.py examples/judge.toml labels.jsonl
+
+A row of the labels has a prompt and either completion and label, a number, or chosen and rejected.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -34,40 +40,30 @@ def check_judge(file: str, labels: Path) -> list[str]:
     rows = read_labels(labels, reference)
     numbers: dict[str, int] = {}
     groups = [numbers.setdefault(json.dumps(row["prompt"]), len(numbers)) for row in rows]
-    if len(numbers) == len(rows) and not judge.compares_group:
+    if len(numbers) == len(rows):
         groups = [0] * len(rows)
     columns = {reference: [row[reference] for row in rows]} if reference else {}
-    metrics: dict[str, float] = {}
     rewards = asyncio.run(
         judge(
             prompts=[row["prompt"] for row in rows],
             completions=[row["completion"] for row in rows],
-            group_ids=groups,
-            log_metric=metrics.__setitem__,
             log_extra=lambda *_: None,
             **columns,
         )
     )
-    reasons = Counter(
-        reward.message if isinstance(reward, CallError) else "its prompt has no other completion"
-        for reward in rewards
-        if not isinstance(reward, float)
-    )
-    scored = [reward if isinstance(reward, float) else math.nan for reward in rewards]
-    if reasons.total() == len(rows):
+    failures = [reward.message for reward in rewards if isinstance(reward, CallError)]
+    if len(failures) == len(rows):
         problem = f"the judge {file} has scored none of {len(rows)} completions"
-        raise DataError(f"{problem}: {next(iter(reasons))}.")
+        raise DataError(f"{problem}: {failures[0]}.")
+    scored = [math.nan if isinstance(reward, CallError) else reward for reward in rewards]
     labelled = np.array([row["label"] for row in rows])
     found = agreement(np.array(scored), labelled, np.array(groups))
-    count = f"{len(rows) - reasons.total()} scored, {reasons.total()} failed"
+    count = f"{len(rows) - len(failures)} scored, {len(failures)} failed"
     lines = [f"{counted(len(rows), 'labelled completion')}, {count}"]
-    lines += [f"  {count} x {reason}" for reason, count in reasons.most_common(5)]
+    lines += [f"  {count} x {reason}" for reason, count in Counter(failures).most_common(5)]
     pairs = f"{found['pairs']:.0f} pairs with different labels"
     lines.append(f"accuracy       {found['accuracy']:.3f}  of {pairs}")
     lines.append(f"Kendall tau-b  {found['tau']:.3f}")
-    for first in metrics.values():
-        bias = f"{first - 0.5:+.3f}  the first answer wins {first:.1%} of comparisons"
-        lines.append(f"position bias  {bias}")
     return [*lines, judge.describe_usage(judge.usage())]
 
 
@@ -109,3 +105,7 @@ def agreement(rewards: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> di
         accuracy = np.where(ours == 0, 0.5, ours == theirs)[differs].sum() / differs.sum()
         tau = (ours * theirs).sum() / np.sqrt((ours**2).sum() * (theirs**2).sum())
     return {"accuracy": float(accuracy), "tau": float(tau), "pairs": int(differs.sum())}
+
+
+if __name__ == "__main__":
+    print("\n".join(check_judge(sys.argv[1], Path(sys.argv[2]))))
