@@ -252,16 +252,21 @@ class RewardSet:
         other."""
         rows = [row for row, finish in enumerate(rollouts.finish) if finish != "error"]
         results = {name: RewardResult(name, *rollouts.mask.shape) for name in self._rewards}
-        started = list[TimedCall]()
-        for name, reward in sorted(self._rewards.items(), key=lambda item: not item[1].is_async):
+        tasks, running = list[Callable[[], None]](), list[TimedCall]()
+        for name, reward in self._rewards.items():
             call = reward.prepare(rollouts, state or TrainerState())
             if not reward.is_remote:
                 call = partial(_call_in_thread, call)
             task = partial(score_rows, call, rows, results[name], reward.timeout_s)
-            started.append(start_call(task, inline=not reward.is_async))
-        for running in started:  # each bounds its own time
-            running.done.wait()
-            running.result()
+            if reward.is_async:
+                running.append(start_call(task))
+            else:
+                tasks.append(task)
+        for task in tasks:
+            task()
+        for started in running:  # each bounds its own time
+            started.done.wait()
+            started.result()
         extras: dict[str, tuple[Any, ...]] = {}
         for name, result in results.items():
             for column, values in result.extras.items():
