@@ -262,8 +262,8 @@ class RewardSet:
                 running.append(start_call(task))
             else:
                 tasks.append(task)
-        for task in tasks:
-            task()
+        for run in tasks:
+            run()
         for started in running:  # each bounds its own time
             started.done.wait()
             started.result()
