@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from gruppo.core.describe import describe_objective, objective_warnings
-from gruppo.core.objective import GRPO, PRESETS, RLOO, Objective
+from gruppo.core.objective import GRPO, PRESETS, Objective
 from gruppo.core.surrogates import SURROGATES
 
 
@@ -140,17 +140,6 @@ def test_warnings_name_valid_choices_that_are_likely_mistakes(objective, run, sa
 
 def test_a_plain_objective_has_no_warnings():
     assert objective_warnings(Objective(), kl_coef=0.1, updates_per_batch=2) == []
-
-
-def test_settings_without_effect_are_named():
-    warnings = objective_warnings(
-        replace(RLOO, clip_high=0.3, lam=0.5, correction_high=2.0), kl_coef=0.0, updates_per_batch=1
-    )
-    assert [line.split()[0] for line in warnings] == ["clip_high", "lam", "correction_high"]
-    of_presets = [
-        objective_warnings(preset, kl_coef=0, updates_per_batch=2) for preset in PRESETS.values()
-    ]
-    assert not any("has no effect here" in line for lines in of_presets for line in lines)
 
 
 def test_a_kl_of_cut_distributions_is_called_an_estimate():

@@ -13,12 +13,13 @@ from gruppo.core.groups import (
     AllGather,
     AllSum,
     batch_moments,
-    group_max,
+    group_reduce,
     group_std,
     group_sum,
     has_no_spread,
     rounding_error,
 )
+from gruppo.core.shapes import BoolBT, FloatB, FloatBT, IntB
 
 Baseline = Literal["none", "mean", "leave_one_out", "batch_mean", "running", "prompt", "critic"]
 Scale = Literal["none", "group", "batch", "running", "prompt"]
@@ -43,9 +44,9 @@ class Ema(NamedTuple):
 
 
 def group_advantages(
-    rewards: Float[Tensor, "B"],
-    group_ids: Int[Tensor, "B"],
-    mask: Bool[Tensor, "B T"] | None = None,
+    rewards: FloatB,
+    group_ids: IntB,
+    mask: BoolBT | None = None,
     *,
     baseline: Baseline,
     scale: Scale,
@@ -53,7 +54,7 @@ def group_advantages(
     decay: float = 0.99,
     state: Mapping[str, Any] | None = None,
     prompt_ids: Sequence[str] | None = None,
-    owners: Int[Tensor, "B"] | None = None,
+    owners: IntB | None = None,
     all_sum: AllSum = lambda x: x,
     all_gather: AllGather = lambda x: [x],
 ) -> tuple[Float[Tensor, "B *T"], dict[str, Any]]:
@@ -137,8 +138,8 @@ def group_advantages(
         silent = silent | (advantages.abs() <= rounding_error(rewards, base))
     if baseline in ("mean", "leave_one_out") or scale == "group":
         # a group needs two samples that differ
-        is_one_sample = group_max(owners, group_ids) == -group_max(-owners, group_ids)
-        silent = silent | (has_no_spread(rewards, group_ids) | is_one_sample)[group_ids]
+        first, last = (group_reduce(owners, group_ids, how) for how in ("amin", "amax"))
+        silent = silent | (has_no_spread(rewards, group_ids) | (first == last))[group_ids]
 
     # The scale: a standard deviation, which has to exceed the rounding error of this magnitude.
     magnitude = r.abs()
@@ -175,8 +176,8 @@ def _moving(state: dict[str, Any], name: str, total: Tensor, count: Tensor, deca
 
 
 def step_advantages(
-    rewards: Float[Tensor, "B T"], group_ids: Int[Tensor, "B *T"], **choices: Any
-) -> tuple[Float[Tensor, "B T"], dict[str, Any]]:
+    rewards: FloatBT, group_ids: Int[Tensor, "B *T"], **choices: Any
+) -> tuple[FloatBT, dict[str, Any]]:
     """``group_advantages`` of step rewards: all steps of a group are compared, wherever they end.
 
     ``group_ids``: of rows, or [B, T] of single steps, such as patches of an image.
@@ -194,9 +195,7 @@ def step_advantages(
     ), state
 
 
-def normalized_rewards(
-    rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]
-) -> Float[Tensor, "B"]:
+def normalized_rewards(rewards: FloatB, group_ids: IntB) -> FloatB:
     """(r - mean) / std of its group (ddof 1): GRPO's advantage without eps. 0 without spread, NaN
     where not scored.
 
@@ -207,13 +206,13 @@ def normalized_rewards(
 
 
 def normalized_sum(
-    advantages: Sequence[Float[Tensor, "B"]],
+    advantages: Sequence[FloatB],
     weights: Sequence[float],
     scored: Bool[Tensor, "B"],
     *,
     eps: float = 1e-4,
     all_sum: AllSum = lambda x: x,
-) -> Float[Tensor, "B"]:
+) -> FloatB:
     """Weighted sum of rewards that were each normalized by themselves, normalized over the batch.
 
     A = (S - mean S) / (std S + eps),  S = sum_k w_k A_k, with ddof 1 over the scored rows of all

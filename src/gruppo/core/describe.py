@@ -79,17 +79,7 @@ def objective_warnings(
 ) -> list[str]:
     """Choices that are valid and likely mistakes. ``truncates``: whether sampling uses top-k or
     top-p."""
-    o, defaults = objective, Objective()
-    is_used = {
-        "clip_low clip_high clip_unit": o.surrogate in ("clip", "cispo"),
-        "lam value_clip": o.has_critic,
-        "dual_clip": o.surrogate == "clip",
-        "gamma": o.credit == "return_to_go",
-        "ratio": o.surrogate not in ("reinforce", "vespo"),
-        "correction_level correction_low correction_high": o.correction != "none",
-    }
-    unused = [name for names, used in is_used.items() if not used for name in names.split()]
-    changed = [name for name in unused if getattr(o, name) != getattr(defaults, name)]
+    o = objective
     warnings = {
         """a running mean over prompts makes advantages measure prompt difficulty; a group mean does
             not""": o.baseline == "running",
@@ -104,5 +94,4 @@ def objective_warnings(
             kl_coef > 0 and truncates
         ),
     }
-    lines = [f"{name} is set but has no effect here" for name in changed]
-    return lines + [" ".join(text.split()) for text, is_due in warnings.items() if is_due]
+    return [" ".join(text.split()) for text, is_due in warnings.items() if is_due]

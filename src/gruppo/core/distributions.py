@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from gruppo.core.linear_head import EntropyMode, is_plain_linear, linear_categorical
+from gruppo.core.shapes import FloatBT, FloatN, FloatNV, IntN
 
 CDF_BLOCK = 256
 """Columns summed at once by the two-level inverse CDF."""
@@ -31,9 +32,7 @@ LOG_2_PI = math.log(2 * math.pi)
 # --- temperature, top-k and top-p -----------------------------------------------------------------
 
 
-def apply_temperature(
-    logits: Float[Tensor, "N V"], temperature: Tensor | float
-) -> Float[Tensor, "N V"]:
+def apply_temperature(logits: FloatNV, temperature: Tensor | float) -> FloatNV:
     """Logits in float32 at least, divided by the temperature. Dividing log-probabilities instead
     would be wrong."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -43,12 +42,12 @@ def apply_temperature(
 
 
 def apply_top_k_top_p(
-    logits: Float[Tensor, "N V"],
+    logits: FloatNV,
     *,
     top_k: int = 0,
     top_p: float = 1.0,
-    always: Int[Tensor, "N"] | None = None,
-) -> Float[Tensor, "N V"]:
+    always: IntN | None = None,
+) -> FloatNV:
     """-inf outside the top-k set, then outside the smallest set whose probability reaches top_p (at
     least one stays).
 
@@ -70,7 +69,7 @@ def apply_top_k_top_p(
     return logits.masked_fill(~kept, -torch.inf)
 
 
-def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Bool[Tensor, "N V"]:
+def _nucleus(p: FloatNV, top_p: float) -> Bool[Tensor, "N V"]:
     """The most likely actions until they reach ``top_p``; ties go to the first."""
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
     reached = (
@@ -83,13 +82,13 @@ def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Bool[Tensor, "N V"]:
 
 
 def sample_categorical(
-    logits: Float[Tensor, "N V"],
-    uniforms: Float[Tensor, "N"],
+    logits: FloatNV,
+    uniforms: FloatN,
     *,
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
-) -> tuple[Int[Tensor, "N"], Float[Tensor, "N"]]:
+) -> tuple[IntN, FloatN]:
     """Actions by the inverse CDF at the given uniforms, and their log-probabilities. Temperature 0
     is the argmax.
 
@@ -112,9 +111,7 @@ def sample_categorical(
     return actions, logprobs
 
 
-def _sample_logits(
-    logits: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"]
-) -> tuple[Tensor, Tensor]:
+def _sample_logits(logits: FloatNV, uniforms: FloatN) -> tuple[Tensor, Tensor]:
     """First action whose cumulative probability exceeds the uniform, found by block and then within
     the block."""
     p = logits.softmax(dim=-1)  # in one pass over memory, unlike exp and sum
@@ -141,7 +138,7 @@ def _sample_logits(
     return actions, p.gather(-1, actions[:, None])[:, 0].log()
 
 
-def _invert_cdf(mass: Float[Tensor, "N C"], target: Float[Tensor, "N"]) -> tuple[Tensor, Tensor]:
+def _invert_cdf(mass: Float[Tensor, "N C"], target: FloatN) -> tuple[Tensor, Tensor]:
     """First index whose cumulative mass exceeds the target, and the target minus the mass before
     the index.
 
@@ -159,14 +156,14 @@ def _invert_cdf(mass: Float[Tensor, "N C"], target: Float[Tensor, "N"]) -> tuple
 
 
 def categorical(
-    logits: Float[Tensor, "N V"],
-    actions: Int[Tensor, "N"],
-    temperature: Float[Tensor, "N"],
+    logits: FloatNV,
+    actions: IntN,
+    temperature: FloatN,
     *,
     top_k: int = 0,
     top_p: float = 1.0,
     entropy: EntropyMode = "none",
-) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
+) -> tuple[FloatN, FloatN | None]:
     """Log-probabilities of the actions under the distribution that ``sample_categorical`` samples,
     and its entropy."""
     if entropy == "gradient":
@@ -227,14 +224,14 @@ class _CategoricalLogprob(torch.autograd.Function):
 def chunked_categorical(
     features: Float[Tensor, "N D"],
     head: Callable[[Tensor], Tensor],
-    actions: Int[Tensor, "N"],
-    temperature: Float[Tensor, "N"],
+    actions: IntN,
+    temperature: FloatN,
     *,
     chunk: int = 256,
     top_k: int = 0,
     top_p: float = 1.0,
     entropy: EntropyMode = "none",
-) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
+) -> tuple[FloatN, FloatN | None]:
     """``categorical`` of ``head(features)`` without holding its logits [N, V].
 
     With an ``nn.Linear`` and no truncation, in blocks of the vocabulary (``linear_categorical``).
@@ -272,7 +269,7 @@ def chunked_categorical(
 def possible_actions(
     features: Float[Tensor, "N D"],
     head: nn.Linear,
-    actions: Int[Tensor, "N"],
+    actions: IntN,
     top_k: int,
     chunk: int,
 ) -> Int[Tensor, "C"]:
@@ -302,7 +299,7 @@ def like_events(std: Tensor, mean: Float[Tensor, "b t ..."]) -> Float[Tensor, "b
     return std.double().reshape(*std.shape, *[1] * (mean.ndim - std.ndim))
 
 
-def sum_events(nats: Tensor, mean: Float[Tensor, "b t ..."]) -> Float[Tensor, "b t"]:
+def sum_events(nats: Tensor, mean: Float[Tensor, "b t ..."]) -> FloatBT:
     """Sum over event dimensions, those after the first two of the mean."""
     nats = nats.expand(mean.shape)
     return nats.flatten(2).sum(dim=-1) if mean.ndim > 2 else nats
@@ -310,7 +307,7 @@ def sum_events(nats: Tensor, mean: Float[Tensor, "b t ..."]) -> Float[Tensor, "b
 
 def gaussian_logprob(
     x: Float[Tensor, "b t ..."], mean: Float[Tensor, "b t ..."], std: Tensor
-) -> Float[Tensor, "b t"]:
+) -> FloatBT:
     """log N(x; mean, std^2 I) = -|x - mean|^2 / (2 std^2) - d log std - (d / 2) log 2 pi, over
     event dimensions.
 
@@ -322,6 +319,6 @@ def gaussian_logprob(
     return sum_events(-z.square() / 2 - std.log() - LOG_2_PI / 2, mean)
 
 
-def gaussian_entropy(mean: Float[Tensor, "b t ..."], std: Tensor) -> Float[Tensor, "b t"]:
+def gaussian_entropy(mean: Float[Tensor, "b t ..."], std: Tensor) -> FloatBT:
     """d log std + (d / 2) (1 + log 2 pi), float64. Only the shape of ``mean`` is used."""
     return sum_events(like_events(std, mean).log() + (1 + LOG_2_PI) / 2, mean)

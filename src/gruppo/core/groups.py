@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
+
+from gruppo.core.shapes import FloatB, FloatP, IntB, Scalar
 
 AllSum = Callable[[Tensor], Tensor]
 """Sum of a tensor over ranks. The identity in one process."""
@@ -19,21 +21,12 @@ AllGather = Callable[[Any], list[Any]]
 """Objects of all ranks, in order of rank. A list of one in one process."""
 
 
-def group_sum(x: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "P"]:
+def group_sum(x: FloatB, group_ids: IntB) -> FloatP:
     """Sum of each group's entries."""
     return x.new_zeros(_num_groups(group_ids)).index_add(0, group_ids, x)
 
 
-def group_max(x: Tensor, group_ids: Int[Tensor, "B"]) -> Tensor:
-    """Largest of each group's entries: [P]."""
-    return x.new_zeros(_num_groups(group_ids)).scatter_reduce(
-        0, group_ids, x, "amax", include_self=False
-    )
-
-
-def group_reduce(
-    rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"], how: Literal["mean", "amax", "amin"]
-) -> Float[Tensor, "P"]:
+def group_reduce(rewards: FloatB, group_ids: IntB, how: Literal["mean", "amax", "amin"]) -> FloatP:
     """Mean, maximum or minimum of each group's scored rewards, float64. NaN for a group without
     any."""
     scored = rewards.isfinite()
@@ -45,7 +38,7 @@ def group_reduce(
     )
 
 
-def group_std(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "P"]:
+def group_std(rewards: FloatB, group_ids: IntB) -> FloatP:
     """Standard deviation (ddof 1) of each group's scored rewards, float64. NaN for a group with
     fewer than two."""
     scored = rewards.isfinite()
@@ -56,30 +49,25 @@ def group_std(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float
     return (square / (count - 1).where(count > 1, torch.nan)).sqrt()
 
 
-def group_deviations(
-    rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]
-) -> Float[Tensor, "B"]:
+def group_deviations(rewards: FloatB, group_ids: IntB) -> FloatB:
     """r - mean of its group, float64. Exactly 0 in a group without spread; NaN where not scored."""
     deviation = rewards.double() - group_reduce(rewards, group_ids, "mean")[group_ids]
     deviation = torch.where(has_no_spread(rewards, group_ids)[group_ids], 0.0, deviation)
     return torch.where(rewards.isfinite(), deviation, torch.nan)
 
 
-def has_no_spread(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Bool[Tensor, "P"]:
+def has_no_spread(rewards: FloatB, group_ids: IntB) -> Bool[Tensor, "P"]:
     """Groups with fewer than two scored rewards, or whose rewards are equal up to 4 rounding errors
     of their dtype."""
-    scored = rewards.isfinite()
-    high = group_max(torch.where(scored, rewards, -torch.inf), group_ids)
-    low = -group_max(torch.where(scored, -rewards, -torch.inf), group_ids)
-    count = group_sum(scored.double(), group_ids)
-    return (count < 2) | (
-        high - low <= rounding_error(rewards, torch.maximum(high.abs(), low.abs()))
-    )
+    high, low = (group_reduce(rewards, group_ids, how) for how in ("amax", "amin"))
+    count = group_sum(rewards.isfinite().double(), group_ids)
+    magnitude = torch.maximum(high.abs(), low.abs())
+    return (count < 2) | (high - low <= rounding_error(rewards, magnitude))
 
 
 def batch_moments(
     x: Tensor, kept: Bool[Tensor, "..."], all_sum: AllSum
-) -> tuple[Tensor, Float[Tensor, ""], Float[Tensor, ""]]:
+) -> tuple[Tensor, Scalar, Scalar]:
     """Over the kept entries of all ranks, float64: x - mean (0 where not kept), variance (ddof 1),
     mean magnitude."""
     x = torch.where(kept, x, 0).double()
@@ -99,7 +87,7 @@ def rounding_error(rewards: Tensor, magnitude: Tensor) -> Tensor:
 
 
 def allocate_samples(
-    std: Float[Tensor, "P"], sizes: Int[Tensor, "P"], *, budget: int, cap: int
+    std: FloatP, sizes: Int[Tensor, "P"], *, budget: int, cap: int
 ) -> Int[Tensor, "P"]:
     """Number of further samples of each group, ``budget`` in all, so that group means are estimated
     best.

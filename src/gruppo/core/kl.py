@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from gruppo.core.distributions import like_events, sum_events
+from gruppo.core.shapes import BoolBT, FloatBT
 from gruppo.core.surrogates import importance_ratio
 from gruppo.types import Gaussian
 
@@ -17,14 +18,14 @@ KlGradient = Literal["unbiased", "naive"]
 
 
 def kl_penalty(
-    logprobs: Float[Tensor, "B T"],
-    ref_logprobs: Float[Tensor, "B T"],
-    log_ratio: Float[Tensor, "B T"],
-    loss_mask: Bool[Tensor, "B T"],
+    logprobs: FloatBT,
+    ref_logprobs: FloatBT,
+    log_ratio: FloatBT,
+    loss_mask: BoolBT,
     *,
     estimator: Estimator,
     gradient: KlGradient = "unbiased",
-) -> Float[Tensor, "B T"]:
+) -> FloatBT:
     """KL(policy || reference) of each kept action in nats, given its prefix; 0 where not kept.
 
     With delta = ref_logprobs - logprobs (Schulman 2020, "Approximating KL divergence"):
@@ -57,7 +58,7 @@ def kl_penalty(
 
 def gaussian_kl(
     mean: Float[Tensor, "b t ..."], std: Tensor, ref_mean: Float[Tensor, "b t ..."], ref_std: Tensor
-) -> Float[Tensor, "b t"]:
+) -> FloatBT:
     """KL(policy || reference) of diagonal normals, exact, in nats, summed over event dimensions in
     float64.
 
@@ -72,9 +73,7 @@ def gaussian_kl(
     return sum_events(log_ratio + square / (2 * ref_std.square()) - 0.5, mean)
 
 
-def masked_gaussian_kl(
-    policy: Gaussian, reference: Gaussian, loss_mask: Bool[Tensor, "b t"]
-) -> Float[Tensor, "b t"]:
+def masked_gaussian_kl(policy: Gaussian, reference: Gaussian, loss_mask: BoolBT) -> FloatBT:
     """``gaussian_kl`` of each kept action, 0 elsewhere; with a gradient for the policy alone."""
 
     def kept(x: Tensor, fill: float) -> Tensor:

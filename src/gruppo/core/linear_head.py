@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gruppo.core.compiled import Compiled
+from gruppo.core.shapes import FloatN, IntN
 
 EntropyMode = Literal["none", "value", "gradient"]
 """Whether the entropy is computed, and whether it can be differentiated."""
@@ -57,10 +58,10 @@ def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
 def linear_categorical(
     features: Float[Tensor, "N D"],
     head: nn.Linear,
-    actions: Int[Tensor, "N"],
-    temperature: Float[Tensor, "N"],
+    actions: IntN,
+    temperature: FloatN,
     entropy: EntropyMode,
-) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
+) -> tuple[FloatN, FloatN | None]:
     """``categorical`` of the logits z = (W x + b) / temperature.
 
     Block b of the vocabulary holds the share s_b = exp(log sum_b exp z - log sum exp z) of the

@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gruppo.core import surrogates
 from gruppo.core.kl import kl_penalty, masked_gaussian_kl
 from gruppo.core.objective import Objective
+from gruppo.core.shapes import BoolBT, FloatBT, Scalar
 from gruppo.core.surrogates import OwnSurrogate, log_ratio, value_loss
 from gruppo.core.weights import correction_weights
 from gruppo.types import Gaussian, GruppoError, Likelihood, Stat
@@ -22,18 +22,18 @@ from gruppo.types import Gaussian, GruppoError, Likelihood, Stat
 class LossInputs:
     """What the loss of a micro-batch needs beside the likelihood."""
 
-    advantages: Float[Tensor, "b t"]
-    loss_mask: Bool[Tensor, "b t"]
-    weights: Float[Tensor, "b t"]
+    advantages: FloatBT
+    loss_mask: BoolBT
+    weights: FloatBT
     """``loss_weights`` of the whole update, cut to the micro-batch."""
-    old_logprobs: Float[Tensor, "b t"] | None = None
+    old_logprobs: FloatBT | None = None
     """None: the current ones, detached (every row enters exactly one update)."""
     ref: Likelihood | None = None
-    sampler_logprobs: Float[Tensor, "b t"] | None = None
+    sampler_logprobs: FloatBT | None = None
     """For a correction."""
-    old_values: Float[Tensor, "b t"] | None = None
+    old_values: FloatBT | None = None
     """The critic's, stored when the batch was collected."""
-    returns: Float[Tensor, "b t"] | None = None
+    returns: FloatBT | None = None
     dims: int = 1
     """Dimensions of one action."""
     old_gaussian: Gaussian | None = None
@@ -45,7 +45,7 @@ def policy_loss(
     batch: LossInputs,
     objective: Objective,
     own_surrogate: OwnSurrogate | None = None,
-) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Stat]]:
+) -> tuple[dict[str, Scalar], dict[str, Stat]]:
     """Terms of one micro-batch, each weighted and summed, and the statistics of its kept actions by
     metric name.
 
@@ -157,12 +157,12 @@ def policy_loss(
 
 def _surrogate_losses(
     o: Objective,
-    ratio: Float[Tensor, "b t"],
-    logprobs: Float[Tensor, "b t"],
-    advantages: Float[Tensor, "b t"],
-    loss_mask: Bool[Tensor, "b t"],
+    ratio: FloatBT,
+    logprobs: FloatBT,
+    advantages: FloatBT,
+    loss_mask: BoolBT,
     own_surrogate: OwnSurrogate | None,
-) -> Float[Tensor, "b t"]:
+) -> FloatBT:
     """The surrogate of each action, unreduced; ``ratio`` is its logarithm."""
     low, high = clip_range(o)
     if o.surrogate == "clip":
@@ -193,9 +193,7 @@ def _surrogate_losses(
     return losses
 
 
-def critic_loss(
-    values: Float[Tensor, "b t"], batch: LossInputs, objective: Objective
-) -> tuple[Float[Tensor, ""], Stat]:
+def critic_loss(values: FloatBT, batch: LossInputs, objective: Objective) -> tuple[Scalar, Stat]:
     """Weighted and summed ``value_loss``, and the fraction of values outside the value clip."""
     assert batch.returns is not None
     loss = value_loss(
@@ -216,5 +214,5 @@ def clip_range(objective: Objective) -> tuple[float, float]:
     return objective.clip_low, objective.clip_high
 
 
-def _weighted_sum(weights: Tensor, loss_mask: Tensor, per_action: Tensor) -> Float[Tensor, ""]:
+def _weighted_sum(weights: Tensor, loss_mask: Tensor, per_action: Tensor) -> Scalar:
     return (weights.to(per_action.dtype) * torch.where(loss_mask, per_action, 0)).sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_type_hints
 
@@ -116,17 +116,11 @@ class Objective:
                     f"{option}={value} is out of range; it needs to be at least {low:g} and {most}"
                 )
                 raise GruppoError(problem, option=option, advice=f"{field.default:g}")
-        for is_wrong, problem, name, advice in self._rules():
-            if is_wrong:
-                raise _invalid(problem, name, advice)
-
-    def _rules(self) -> Iterator[tuple[bool, str, str, str]]:
-        """Whether a combination is wrong, why, the field to change, and its nearest valid value."""
         in_nats = self.clip_unit == "nats"
         highest = math.exp(self.clip_high) if in_nats else 1 + self.clip_high
         low, high = self.correction_low, self.correction_high
         normalizes_each = self.combine == "normalize_then_sum"
-        yield (
+        _refuse(
             self.surrogate not in SURROGATES and not self.has_own_surrogate,
             f"""objective.surrogate={self.surrogate!r} is not one of
                 {", ".join(map(repr, SURROGATES))}, and no FILE.py:NAME""",
@@ -134,65 +128,65 @@ class Objective:
             "clip",
         )
         # In nats any clip_low is valid: exp(-clip_low) stays above 0.
-        yield (
+        _refuse(
             not in_nats and self.clip_low > 1,
             f"objective.clip_low={self.clip_low}: clipping below 1 - clip_low needs clip_low <= 1",
             "clip_low",
             "0.2",
         )
-        yield (
+        _refuse(
             in_nats and self.clip_high > MAX_LOG_RATIO,
             f"objective.clip_high={self.clip_high:g}: ratios end at e^{MAX_LOG_RATIO:g}",
             "clip_high",
             "1",
         )
-        yield (
+        _refuse(
             0 < self.dual_clip <= highest,
             f"dual_clip={self.dual_clip:g} crosses the clip range, which ends at {highest:g}",
             "dual_clip",
             "3",
         )
-        yield (
+        _refuse(
             self.correction != "none" and not (low <= 1 <= high and low < high),
             f"""correction_low={low:g}, correction_high={high:g}: 1, the weight if sampler and
                 trainer agree, needs to lie between them""",
             "correction_low",
             "0 $objective.correction_high 3",
         )
-        yield (
+        _refuse(
             self.has_critic and self.credit != "return_to_go",
             f"baseline='critic' gives each action its own advantage, not credit={self.credit!r}",
             "credit",
             "return_to_go",
         )
-        yield (
+        _refuse(
             self.has_critic and self.scale != "none",
             f"""baseline='critic' compares returns with values, which scale={self.scale!r} does not
                 fit""",
             "scale",
             "none $objective.whiten True",
         )
-        yield (
+        _refuse(
             self.has_critic and normalizes_each,
             "combine='normalize_then_sum' normalizes rewards before a critic can learn them",
             "combine",
             "sum_then_normalize",
         )
-        yield (
-            self.credit == "position"
-            and ("prompt" in (self.baseline, self.scale) or normalizes_each),
+        has_history = "prompt" in (self.baseline, self.scale)
+        _refuse(
+            self.credit == "position" and (has_history or normalizes_each),
             "credit='position' has no combine='normalize_then_sum' and no scale='prompt'",
             "credit",
             "outcome",
         )
-        yield (
+        _refuse(
             self.kl_in == "reward" and normalizes_each and self.credit == "outcome",
             """kl_in='reward' with combine='normalize_then_sum' would normalize away the KL and
                 kl_coef""",
             "credit",
             "return_to_go or $objective.kl_in loss",
         )
-        yield (
+        _refuse(
             self.kl_in == "reward" and self.kl != "k1",
             f"""kl_in='reward' needs kl='k1': the gradient of kl={self.kl!r} in the reward is 37 to
                 125% off""",
@@ -216,7 +210,6 @@ class Objective:
         ``has_positions``: rewards come per action. ``is_gaussian``: the policy's actions are
         continuous.
         """
-        has_kl_loss = kl_coef > 0 and self.kl_in == "loss"
         if group_size < 2 and self.needs_groups:
             why = "baseline" if self.baseline in GROUP_BASELINES else "spread to scale by"
             raise GruppoError(
@@ -232,62 +225,64 @@ class Objective:
                 option="optim.epochs",
                 advice="1 $optim.minibatches 1 or $objective.surrogate clip",
             )
-        if has_kl_loss and self.kl == "k1" and self.kl_gradient == "naive":
-            raise _invalid(
-                f"""kl='k1' with kl_gradient='naive' has a gradient of zero in expectation, so
-                    kl_coef={kl_coef:g} has no effect""",
-                "kl_gradient",
-                "unbiased, or $objective.kl k2 or k3",
-            )
-        if kl_coef > 0 and self.kl == "exact" and is_gaussian is False:
-            raise _invalid(
-                """kl='exact' is the closed form of Gaussian policies; this policy's actions are
-                    discrete, and no logits are kept""",
-                "kl",
-                "k3",
-            )
-        if kl_coef > 0 and self.kl == "k3" and is_gaussian:
-            raise _invalid(
-                """kl='k3' of a Gaussian policy takes the exponential of a log-ratio summed over the
-                    dimensions of an action, which overflows. Its KL has a closed form""",
-                "kl",
-                "exact",
-            )
+        is_in_loss = kl_coef > 0 and self.kl_in == "loss"
+        _refuse(
+            is_in_loss and self.kl == "k1" and self.kl_gradient == "naive",
+            f"""kl='k1' with kl_gradient='naive' has a gradient of zero in expectation, so
+                kl_coef={kl_coef:g} has no effect""",
+            "kl_gradient",
+            "unbiased, or $objective.kl k2 or k3",
+        )
+        _refuse(
+            kl_coef > 0 and self.kl == "exact" and is_gaussian is False,
+            """kl='exact' is the closed form of Gaussian policies; this policy's actions are
+                discrete, and no logits are kept""",
+            "kl",
+            "k3",
+        )
+        _refuse(
+            kl_coef > 0 and self.kl == "k3" and bool(is_gaussian),
+            """kl='k3' of a Gaussian policy takes the exponential of a log-ratio summed over the
+                dimensions of an action, which overflows. Its KL has a closed form""",
+            "kl",
+            "exact",
+        )
         self.check_rewards(of_steps=has_positions, of_rows=not has_positions)
-        if max_length is not None and self.overlong >= max_length:
-            raise _invalid(
-                f"""overlong={self.overlong} penalizes every length up to the longest,
-                    {max_length}; it needs to be smaller""",
-                "overlong",
-                f"{max_length // 5}",
-            )
+        longest = math.inf if max_length is None else max_length
+        _refuse(
+            self.overlong >= longest,
+            f"""overlong={self.overlong} penalizes every length up to the longest, {max_length}; it
+                needs to be smaller""",
+            "overlong",
+            f"{longest // 5}",
+        )
 
     def check_rewards(self, *, of_steps: bool, of_rows: bool) -> None:
         """Refuse a credit that the rewards cannot give. Rewards score single steps, whole rows, or
         both."""
-        if self.credit == "position" and not of_steps:
-            raise _invalid(
-                "credit='position' needs a reward for each action; these rewards score whole rows",
-                "credit",
-                "outcome, or $reward process_reward:PATH",
-            )
+        _refuse(
+            self.credit == "position" and not of_steps,
+            "credit='position' needs a reward for each action; these rewards score whole rows",
+            "credit",
+            "outcome, or $reward process_reward:PATH",
+        )
         if not of_steps or self.credit == "outcome" or self.has_critic:
             return
-        if "prompt" in (self.baseline, self.scale):
-            raise _invalid(
-                """baseline='prompt' and scale='prompt' keep the scores of rows, but steps are
-                    compared with steps""",
-                "baseline",
-                "mean $objective.scale group, or $objective.credit outcome",
-            )
-        if of_rows and self.scale != "none" and self.combine == "sum_then_normalize":
-            sums = self.credit == "return_to_go"
-            raise _invalid(
-                f"""rewards of rows and steps are normalized separately, and their weights in the
-                    sum divided out by scale={self.scale!r}""",
-                "combine" if sums else "scale",
-                f"{'normalize_then_sum' if sums else 'none'}, or $objective.credit outcome",
-            )
+        _refuse(
+            "prompt" in (self.baseline, self.scale),
+            """baseline='prompt' and scale='prompt' keep the scores of rows, but steps are compared
+                with steps""",
+            "baseline",
+            "mean $objective.scale group, or $objective.credit outcome",
+        )
+        sums = self.credit == "return_to_go"
+        _refuse(
+            of_rows and self.scale != "none" and self.combine == "sum_then_normalize",
+            f"""rewards of rows and steps are normalized separately, and their weights in the sum
+                divided out by scale={self.scale!r}""",
+            "combine" if sums else "scale",
+            f"{'normalize_then_sum' if sums else 'none'}, or $objective.credit outcome",
+        )
 
     @property
     def needs_groups(self) -> bool:
@@ -309,8 +304,9 @@ class Objective:
         return self.ratio == "sequence" or self.surrogate == "vespo" or corrects_sequences
 
 
-def _invalid(problem: str, field: str, advice: str) -> GruppoError:
-    return GruppoError(problem, option=f"objective.{field}", advice=advice)
+def _refuse(is_wrong: bool, problem: str, field: str, advice: str) -> None:
+    if is_wrong:
+        raise GruppoError(problem, option=f"objective.{field}", advice=advice)
 
 
 # --- presets --------------------------------------------------------------------------------------

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from gruppo.core.distributions import chunked_categorical
 from gruppo.core.layers import recompute_layers
 from gruppo.core.linear_head import EntropyMode
+from gruppo.core.shapes import BoolBT, FloatBT, FloatN, IntB
 from gruppo.loading import counted
 from gruppo.modalities.common.adapters import save_adapter
 from gruppo.modalities.common.lora import AdaptablePolicy, has_adapter
@@ -409,9 +410,7 @@ class TextPolicy(
 
     # --- likelihood ---
 
-    def micro_batches(
-        self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int
-    ) -> list[MicroBatch]:
+    def micro_batches(self, rollouts: Rollouts, loss_mask: BoolBT, budget: int) -> list[MicroBatch]:
         """Split into micro-batches of at most ``budget`` tokens, prompts and padding included.
 
         Where a prompt is read once for its group, rows of a group stay together; otherwise rows of
@@ -460,7 +459,7 @@ class TextPolicy(
             values=None if values is None else _scatter(values, place, actions.shape),
         )
 
-    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
+    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> FloatBT:
         """Values before each action, 0 where mask is False; no logits are computed."""
         features, _, _, place = self._action_features(rollouts, micro_batch)
         return _scatter(self._values(features), place, micro_batch.of(rollouts.mask).shape)
@@ -529,13 +528,13 @@ class TextPolicy(
         return replace(rollouts, mask=mask)
 
 
-def _prompt_lengths(rollouts: Rollouts) -> Int[Tensor, "B"]:
+def _prompt_lengths(rollouts: Rollouts) -> IntB:
     return torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids]
 
 
 def _rollouts(
     prompts: Sequence[Prompt],
-    owners: Int[Tensor, "B"],
+    owners: IntB,
     prompt_ids: Sequence[Int[Tensor, "L"]],
     generated: Generated,
     completions: Sequence[Any],
@@ -567,9 +566,7 @@ def _rollouts(
     )
 
 
-def _scatter(
-    values: Float[Tensor, "N"], place: tuple[Tensor, Tensor], shape: Sequence[int]
-) -> Float[Tensor, "b t"]:
+def _scatter(values: FloatN, place: tuple[Tensor, Tensor], shape: Sequence[int]) -> FloatBT:
     """Put one value per action at its row and column, 0 elsewhere. A boolean mask would wait for
     the GPU."""
     return torch.zeros(shape, dtype=values.dtype, device=values.device).index_put(place, values)
