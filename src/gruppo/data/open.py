@@ -10,7 +10,6 @@ from typing import Any
 from gruppo.data.arithmetic import arithmetic
 from gruppo.data.digits import labelled_images, load_digits
 from gruppo.data.images import image_folder
-from gruppo.data.lines import open_lines
 from gruppo.data.reasoning_gym import reasoning_gym
 from gruppo.data.restoration import open_restoration
 from gruppo.data.rows import read_rows, row_source
@@ -25,7 +24,7 @@ FORMS = (
     "verifiers:NAME:key=value; digits; images:FOLDER or "
     "images:FOLDER:SIZE; photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; "
     "pairs:DEGRADED:CLEAN; "
-    "lines:blur=0.5-2,noise=10-40; the path of a .jsonl, .parquet, .csv or .json file or of a data "
+    "the path of a .jsonl, .parquet, .csv or .json file or of a data "
     "set folder; a hub "
     "name OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT; in Python also a list of texts "
     "or dicts, a Hugging "
@@ -60,7 +59,6 @@ OPENERS: dict[str, Callable[..., IndexedSource]] = {
     "photos": open_restoration,
     "degrade": open_restoration,
     "pairs": open_restoration,
-    "lines": open_lines,
 }
 """By the word before the colon: called with the rest, ``name`` (the whole), ``seed`` and
 ``held_out_fraction``."""

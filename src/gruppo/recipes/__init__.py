@@ -10,7 +10,6 @@ from gruppo.recipes.restoration import (
     restore,
     restore_progressive,
     restore_quick,
-    restore_text,
 )
 from gruppo.recipes.text import chat, plain, qwen
 
@@ -22,7 +21,6 @@ _ALL = (
     digits_pretrain,
     digits_compress,
     denoise_photos,
-    restore_text,
     restore,
     restore_progressive,
     restore_quick,

@@ -10,7 +10,6 @@ from gruppo.config.schema import (
     Config,
     EvaluationConfig,
     OptimConfig,
-    PromptsConfig,
     RolloutConfig,
     SavingConfig,
     ScoringConfig,
@@ -174,45 +173,4 @@ def denoise_photos() -> Config:
         evaluation=EvaluationConfig(prompts=142, every=600),
         saving=SavingConfig(every=600, keep=1),
         show_samples_every=200,
-    )
-
-
-def restore_text() -> Config:
-    """Blind restoration: blurred, noisy lines of text with transcripts but no clean images, read by
-    an OCR network.
-
-    First a small UNet learns to restore other lines, with clean images, given their blur and noise.
-    Both are unknown for the lines of interest, and the defaults (blur 2, noise 30) are wrong for
-    them. The fraction of characters that rapidocr reads (extras ``ocr``, ``photos``) then trains a
-    head that predicts these inputs, and how much of the given image to keep; the reader is not
-    differentiable, and the network is frozen. One CPU core: 7 minutes (430 processor seconds), two
-    thirds of it the reader's.
-    """
-    return Config(
-        model="restore:unet:width=16",
-        data="lines:blur=0.8-1.8,noise=5-40,count=5000,clean=no",
-        reward=("ocr_accuracy",),
-        steps=1060,
-        modality=RestorationConfig(
-            action="controls:blur=0-2.5@2,noise=0-60@30,mix=0-1@1,std=0.15,unit=true",
-            supervises="told",
-        ),
-        rollout=RolloutConfig(prompts=12, group_size=8),
-        optim=OptimConfig(lr=3e-3),
-        stages=(
-            replace(
-                SUPERVISED,
-                steps=1000,
-                lr="cosine:3e-3,0",
-                warmup_steps=30,
-            ),
-            # At 5e-3 the head returned the given image unchanged within ten steps
-            # (docs/dev/history/lab.md).
-            Stage("full", lr="linear:1.3e-3,2e-4"),
-        ),
-        supervised=SupervisedConfig(data="lines:blur=0-2.5,noise=0-60,count=16000,set=1", batch=16),
-        prompts=PromptsConfig(held_out_fraction=0.25),
-        evaluation=EvaluationConfig(prompts=256, every=1000),
-        saving=SavingConfig(every=500, keep=1),
-        show_samples_every=20,
     )

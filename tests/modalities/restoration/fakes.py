@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from gruppo.modalities.restoration import (
     BandGains,
-    Control,
-    Controls,
     LowResolution,
     PixelNoise,
     RestorationPolicy,
@@ -23,30 +21,23 @@ SAMPLING = Sampling(max_actions=1)
 
 
 class TinyNetwork(nn.Module):
-    """x + two convolutions of x and its conditions."""
+    """x + two convolutions of x."""
 
-    def __init__(
-        self, channels: int = 3, conditions: int = 0, *, dropout: float = 0.0, norm: bool = False
-    ) -> None:
+    def __init__(self, channels: int = 3, *, dropout: float = 0.0, norm: bool = False) -> None:
         super().__init__()
-        self.conv_in = nn.Conv2d(channels + conditions, 5, 3, padding=1)
+        self.conv_in = nn.Conv2d(channels, 5, 3, padding=1)
         self.norm = nn.BatchNorm2d(5) if norm else nn.Identity()
         self.dropout, self.conv_out = nn.Dropout(dropout), nn.Conv2d(5, channels, 3, padding=1)
 
-    def forward(self, x: Tensor, conditions: Tensor | None = None) -> Tensor:
-        requested = (
-            x
-            if conditions is None
-            else torch.cat([x, conditions[..., None, None].expand(-1, -1, *x.shape[-2:])], 1)
-        )
-        return x + 0.3 * self.conv_out(self.dropout(torch.tanh(self.norm(self.conv_in(requested)))))
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.3 * self.conv_out(self.dropout(torch.tanh(self.norm(self.conv_in(x)))))
 
 
 def policy_of(
     action: Any, *, seed: int = 0, module: dict[str, Any] | None = None, **choices: Any
 ) -> RestorationPolicy:
     torch.manual_seed(seed)
-    network = TinyNetwork(conditions=action.conditions, **(module or {}))
+    network = TinyNetwork(**(module or {}))
     for layer in (layer for layer in action.modules() if isinstance(layer, nn.Conv2d)):
         layer.reset_parameters()  # by this seed, whenever the action was made
     with torch.no_grad():
@@ -75,17 +66,11 @@ def band_gains(**choices: Any) -> RestorationPolicy:
     return policy
 
 
-def controls(*, unit: bool = False, **choices: Any) -> RestorationPolicy:
-    names = [Control("noise", 0, 2, 0.5), Control("mix", 0, 1, 0.75), Control("blur", -1, 1, 0)]
-    return policy_of(Controls(names, std=0.2, unit=unit), **choices)
-
-
 POLICIES: list[Callable[..., RestorationPolicy]] = [
     pixels,
     learned_pixels,
     low_resolution,
     band_gains,
-    controls,
 ]
 
 
@@ -112,10 +97,6 @@ def sampled(policy: RestorationPolicy, *sizes: int, seed: int = 3) -> Rollouts:
 
 def whole(rollouts: Rollouts, *rows: int) -> MicroBatch:
     return MicroBatch(torch.tensor(rows or range(len(rollouts))), slice(0, rollouts.mask.shape[1]))
-
-
-def rendered(policy: RestorationPolicy, x: Tensor, base: Tensor | None, action: Tensor) -> Tensor:
-    return policy.module.action.render(policy.module.call_network, x, base, action)
 
 
 def doubled(policy: RestorationPolicy) -> RestorationPolicy:

@@ -15,7 +15,6 @@ from tests.modalities.restoration.fakes import (
     POLICIES,
     SAMPLING,
     band_gains,
-    controls,
     disturb,
     doubled,
     learned_pixels,
@@ -45,8 +44,6 @@ from gruppo.engines import LocalEngine
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.restoration import (
     BandGains,
-    Control,
-    Controls,
     LowResolution,
 )
 from gruppo.modalities.restoration.consistency import equivariance, to_degraded
@@ -174,7 +171,7 @@ def test_a_picture_degraded_again_is_compared_with_what_was_given():
             ]
         )
 
-    policy = doubled(controls(consistency=to_degraded(degrade), loss="mse"))
+    policy = doubled(low_resolution(consistency=to_degraded(degrade), loss="mse"))
     rollouts = sampled(policy)
     x = rollouts.shared["degraded"].double()
     with torch.no_grad():
@@ -205,7 +202,7 @@ def case_of(make) -> Case:
 
 
 PAIRS = [(learned_pixels, name) for name, preset in PRESETS.items() if not preset.has_critic]
-PAIRS += [(make, "grpo") for make in (low_resolution, band_gains, controls)]
+PAIRS += [(make, "grpo") for make in (low_resolution, band_gains)]
 
 
 @pytest.fixture(params=PAIRS, ids=lambda pair: f"{pair[0].__name__}-{pair[1]}")
@@ -345,68 +342,3 @@ def test_gains_of_detail_learn_a_reward_without_a_gradient_and_the_network_rests
         for name, value in policy.module.network.state_dict().items()
     )
     assert metrics[-1]["kl/ref_nats"] > 0
-
-
-# --- told the true values -------------------------------------------------------------------------
-
-
-def known(count: int = 3) -> list[Prompt]:
-    """Prompts with clean pictures whose data say how they were spoiled."""
-    reported = [
-        {"noise": 0.25 + 0.5 * n, "blur": 0.5 - 0.25 * n, "text": "x"} for n in range(count)
-    ]
-    return [replace(prompt, meta=own) for prompt, own in zip(prompts(count), reported, strict=True)]
-
-
-@pytest.mark.parametrize("unit", [False, True])
-def test_told_is_the_network_s_picture_at_the_true_values_and_without_any_mix(unit):
-    """By hand, with the network itself; also where a piece has some of the rows alone."""
-    policy = doubled(controls(supervises="told", loss="mse", unit=unit))
-    demos = policy.demonstrations(known(), seed=0)
-    x, clean = (
-        torch.stack(of).double()
-        for of in zip(*((p.inputs, p.target) for p in known()), strict=True)
-    )
-    given = torch.tensor([[0.25, 0.5], [0.75, 0.25], [1.25, 0.0]], dtype=torch.float64)
-    given = (given - torch.tensor([0, -1])) / 2 if unit else given  # noise is 0 to 2, blur -1 to 1
-    by_hand = (policy.module.network(x, given) - clean).square().mean(dim=(1, 2, 3))
-    for rows in ((0, 1, 2), (2, 0)):
-        likelihood = policy.likelihood(demos, whole(demos, *rows))
-        got = policy.supervised_loss(demos.take(rows), likelihood)[:, 0]
-        torch.testing.assert_close(got, by_hand[list(rows)], rtol=1e-6, atol=1e-9)
-    plain = controls(unit=unit, loss="mse")
-    assert (
-        policy.likelihood(demos, whole(demos)).output - doubled(plain).output_of(x)
-    ).abs().max() > 0.01
-
-
-def test_told_teaches_the_network_alone():
-    policy = controls(supervises="told")
-    demos = policy.demonstrations(known(), seed=0)
-    policy.supervised_loss(demos, policy.likelihood(demos, whole(demos))).sum().backward()
-    assert all(p.grad.abs().sum() > 0 for p in policy.module.network.parameters())
-    assert all(p.grad is None for p in policy.module.action.parameters())
-
-
-@pytest.mark.parametrize(
-    ("meta", "message"),
-    [
-        ({"blur": 0.5}, "prompt 'p0' has None as 'noise'; supervises='told'"),
-        ({"noise": 0.5, "blur": 1.5}, "has 1.5 as 'blur'; .* from -1 to 1.*or widen the range"),
-        ({"noise": float("nan"), "blur": 0.5}, "has nan as 'noise'"),
-    ],
-)
-def test_told_refuses_data_that_do_not_say_it(meta, message):
-    prompt = replace(prompts(1)[0], meta=meta)
-    policy = controls(supervises="told")
-    with pytest.raises(GruppoError, match=message):
-        policy.demonstrations([prompt], seed=0)
-    assert controls().check_demonstration(prompt) is None
-    assert policy.check_demonstration(replace(prompt, meta={"noise": 2, "blur": -1})) is None
-
-
-def test_told_refuses_an_action_that_tells_nothing():
-    with pytest.raises(GruppoError, match=r"'low_resolution' has none\. Set the action controls"):
-        low_resolution(supervises="told")
-    with pytest.raises(GruppoError, match="'controls' has none"):
-        policy_of(Controls([Control("mix", 0, 1, 0.5)]), supervises="told")

@@ -18,8 +18,6 @@ from tests.modalities.restoration.fakes import (
 
 from gruppo.modalities.restoration import (
     BandGains,
-    Control,
-    Controls,
     DnCNN,
     LowResolution,
     PixelNoise,
@@ -35,9 +33,7 @@ SMALL = ("dncnn:width=4,depth=3", "unet:width=4")
 
 
 @pytest.mark.parametrize("network", SMALL)
-@pytest.mark.parametrize(
-    "action", ["pixels:std=0.05", "band_gains:grid=4,std=0.2,learned=true", "controls:a=0-2@1"]
-)
+@pytest.mark.parametrize("action", ["pixels:std=0.05", "band_gains:grid=4,std=0.2,learned=true"])
 def test_what_is_saved_and_loaded_draws_the_same(tmp_path, network, action):
     policy = open_restorer(network, action, loss="l1", seed=5)
     policy.save(tmp_path / "saved")
@@ -59,7 +55,7 @@ def test_a_network_that_is_not_ours_is_given_and_gets_the_weights(tmp_path, make
         GruppoError, match=r"of a module of your own. Give load_restorer that module"
     ):
         load_restorer(tmp_path)
-    loaded = load_restorer(tmp_path, TinyNetwork(conditions=policy.module.action.conditions))
+    loaded = load_restorer(tmp_path, TinyNetwork())
     a, b = (one.sample(requests(2), SAMPLING, seed=1) for one in (policy, loaded))
     assert torch.equal(a.actions, b.actions)
 
@@ -100,7 +96,7 @@ def test_an_own_network_in_a_file_is_found_again_by_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("needs", "cannot be called without further arguments"),
+        ("needs", "cannot be called without arguments other than channels"),
         ("none", "is a int; it needs to be a torch.nn.Module"),
         ("number", "is a int; it needs to be a torch.nn.Module"),
         ("Mime", "has no 'Mime'.*Did you mean .*Mine"),
@@ -180,10 +176,6 @@ def test_networks_and_actions_are_drawn_by_the_seed_and_leave_the_generator_alon
         ("pixels:std=0.05,learned=true", PixelNoise(3, std=0.05, learned=True)),
         ("low_resolution:grid=4,detached=false", LowResolution(3, grid=4, detached=False)),
         ("band_gains:grid=4,std=0.2", BandGains(3, grid=4, std=0.2)),
-        (
-            "controls:noise=0-50@25,mix=0-1@1,std=0.3",
-            Controls([Control("noise", 0, 50, 25), Control("mix", 0, 1, 1)], std=0.3),
-        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -198,9 +190,6 @@ def test_an_action_is_written_as_a_name_with_options(text, made):
         ("band_gain", "Did you mean band_gains"),
         ("band_gains:grid=many", "cannot read grid='many'"),
         ("band_gains:size=3", "there is no option 'size'"),
-        ("controls:noise=5", "there is no option 'noise'; write .*noise=0-1@0.5"),
-        ("controls", "it needs one at least"),
-        ("controls:noise=0-1@2", "starts at 2 and has the range 0 to 1"),
         ("band_gains:grid=0", "grid=0 of 3 channels: it needs 1 cell"),
         ("pixels:std=-1", "std=-1 of an action"),
     ],
@@ -225,18 +214,13 @@ def test_a_network_that_there_is_not_is_refused(spec, why):
 
 
 @pytest.mark.parametrize("make", [DnCNN, RestorationUNet])
-@pytest.mark.parametrize("conditions", [0, 2])
-def test_networks_are_the_identity_at_first_of_any_size_and_see_their_conditions(make, conditions):
+def test_networks_are_the_identity_at_first_of_any_size(make):
     torch.manual_seed(0)
-    network = make(3, width=4, conditions=conditions)
-    x, reported = torch.rand(2, 3, 13, 10), torch.zeros(2, 2)
-    output = network(x, reported) if conditions else network(x)
-    assert torch.equal(output, x)
+    network = make(3, width=4)
+    x = torch.rand(2, 3, 13, 10)
+    assert torch.equal(network(x), x)
     for parameter in network.double().parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    x, reported = x.double(), reported.double()
-    output = network(x, reported) if conditions else network(x)
-    alone = network(x[1:], reported[1:]) if conditions else network(x[1:])
-    torch.testing.assert_close(alone, output[1:], rtol=1e-10, atol=1e-10)
-    if conditions:
-        assert not torch.allclose(network(x, reported + 0.5), output, atol=1e-3)
+    output = network(x.double())
+    torch.testing.assert_close(network(x[1:].double()), output[1:], rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(output, x.double())

@@ -11,7 +11,6 @@ from tests.modalities.restoration.fakes import (
     POLICIES,
     SAMPLING,
     TinyNetwork,
-    controls,
     disturb,
     doubled,
     learned_pixels,
@@ -19,7 +18,6 @@ from tests.modalities.restoration.fakes import (
     pixels,
     policy_of,
     prompts,
-    rendered,
     requests,
     sampled,
     whole,
@@ -217,26 +215,10 @@ def test_gains_multiply_bands_of_luma_and_chroma():
         gains = torch.zeros(1, 4, 1, 1, dtype=torch.float64)
         gains[0, k] = 0.5
         torch.testing.assert_close(
-            rendered(policy, x, base, gains), base + 0.5 * band, rtol=0, atol=1e-6
+            policy.module.action.render(base, gains), base + 0.5 * band, rtol=0, atol=1e-6
         )
-    off = rendered(policy, x, base, torch.full((1, 4, 1, 1), -1.0, dtype=torch.float64))
+    off = policy.module.action.render(base, torch.full((1, 4, 1, 1), -1.0, dtype=torch.float64))
     torch.testing.assert_close(off, second, rtol=0, atol=1e-6)
-
-
-def test_controls_are_told_in_their_range_and_mix_with_what_was_given():
-    policy = doubled(controls())
-    x = picture(0)[None].double()
-    action = torch.tensor([0.25, -0.5, 3.0], dtype=torch.float64).reshape(1, 3, 1, 1)
-    reported = torch.tensor(
-        [[0.5 + 0.25 * 2, 1.0]], dtype=torch.float64
-    )  # noise, and blur kept below 1
-    torch.testing.assert_close(policy.module.action.values(action)[0].tolist(), [1.0, 0.25, 1.0])
-    by_hand = 0.25 * policy.module.network(x, reported) + 0.75 * x
-    torch.testing.assert_close(rendered(policy, x, None, action), by_hand)
-    start = torch.tensor([[0.5, 0.0]], dtype=torch.float64)
-    torch.testing.assert_close(
-        policy.output_of(x, "base"), 0.75 * policy.module.network(x, start) + 0.25 * x
-    )
 
 
 @pytest.mark.parametrize(
@@ -327,7 +309,7 @@ def test_the_network_is_asked_once_for_the_rows_of_a_group(policy):
         lambda module, inputs, output: seen.append(len(inputs[0]))
     )
     likelihood_of(policy, rollouts)
-    assert sum(seen) == (0 if policy.module.action.conditions else 3)
+    assert sum(seen) == 3
 
 
 @pytest.mark.silent_bug(25)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gruppo.integrity import check_links, check_seal, read_json
 from gruppo.loading import command_name, import_extra
 from gruppo.modalities.common import lora
+from gruppo.modalities.common.state_dict import UNREADABLE, reason_of
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -57,7 +57,7 @@ class Adapter:
     weights: Mapping[str, Tensor]
     """``layers.0.q_proj.lora_A.weight`` and so on."""
     base: lora.Base | None
-    """None where the folder has no base.json: peft wrote it, not gruppo."""
+    """None if the folder has no base.json: peft wrote it, not gruppo."""
     base_names: list[str]
     """Names of the base, from base.json, then from peft's config."""
 
@@ -70,18 +70,11 @@ class Adapter:
             made_for = f" Its base is {self.base_names[0]!r}." if self.base_names else ""
             raise GruppoError(f"""the adapter {self.folder} belongs to another base:
                 {problem}.{made_for} Give that as --model, or an adapter of this model.""")
-        if self.base is None and base and self.base_names and base not in self.base_names:
+        is_known = self.base is not None and self.base.is_4bit == found.is_4bit
+        if not is_known and self.base_names and base not in ("", *self.base_names):
             log.warning(
                 "the adapter %s is for %s and is put on %s, whose layers have the same shapes.",
-                self.folder,
-                self.base_names[0],
-                base,
-            )
-        elif self.base is not None and self.base.is_4bit != found.is_4bit:
-            log.warning(
-                "the adapter %s was trained on a base of 4 bits and is put on one of full "
-                "precision, or the reverse: their weights cannot be compared.",
-                self.folder,
+                *(self.folder, self.base_names[0], base),
             )
         with torch.no_grad():
             for name, parameter in lora.adapter_weights(module).items():
@@ -98,6 +91,7 @@ class Adapter:
             saved, needed = own.get(name, "missing"), shapes.get(name, "missing")
             if saved != needed:
                 return f"its {name} is {saved}, and that of the model is {needed}"
+        # weights of 4 bits cannot be compared with those of full precision
         if self.base is None or self.base.is_4bit != found.is_4bit:
             return ""
         if self.base.sha256 == found.sha256:
@@ -146,10 +140,8 @@ def read_adapter(path: str | Path) -> Adapter:
     folder = Path(model_of(path)).expanduser()
     if not (folder / CONFIG).is_file():
         problem = f"has no {CONFIG}" if folder.exists() else "does not exist"
-        raise GruppoError(
-            f"the adapter folder {str(folder)!r} {problem}. Give a folder that peft or gruppo "
-            f"wrote."
-        )
+        raise GruppoError(f"""the adapter folder {str(folder)!r} {problem}. Give a folder that peft
+            or gruppo wrote.""")
     peft = import_extra("peft", "lora", f"the adapter {path}")
     check_seal(folder)
     base = None
@@ -159,9 +151,9 @@ def read_adapter(path: str | Path) -> Adapter:
         if (folder / BASE).is_file():
             entry = read_json(folder / BASE)
             base = lora.Base(str(entry["base"]), str(entry["sha256"]), bool(entry.get("is_4bit")))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-        raise GruppoError(f"""the adapter {folder} cannot be read: {" ".join(str(error).split())}.
-            It needs {CONFIG} and {WEIGHTS}, as peft writes them.""") from error
+    except (*UNREADABLE, RecursionError) as error:
+        raise GruppoError(f"""the adapter {folder} cannot be read: {reason_of(error)}. It needs
+            {CONFIG} and {WEIGHTS}, as peft writes them.""") from error
     odd = [name for name in NOT_PLAIN if getattr(config, name, None)]
     odd += [name for name, known in PLAIN.items() if getattr(config, name, None) not in known]
     if odd:

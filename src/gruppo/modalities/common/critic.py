@@ -33,10 +33,20 @@ class ValueHead(nn.Module):
         return nn.functional.linear(features.to(self.weight.dtype), self.weight, self.bias)[:, 0]
 
 
-class HeadCritic(Critic):
-    """A critic whose values are those of a policy with a value head."""
+class SharedCritic(Critic):
+    """A value head on the policy's trunk, which receives its gradients.
 
-    _policy: Any
+    It reads the logits of a model that cannot be split into trunk and head.
+    """
+
+    is_shared = True
+
+    def __init__(self, policy: Any) -> None:
+        # the dtype of the master weights; an adapter's are float32 on a base that may be less
+        dtype = torch.promote_types(next(policy.module.parameters()).dtype, torch.float32)
+        policy.value_head = ValueHead(policy.feature_width(), dtype=dtype).to(policy.device)
+        self.module: nn.Module = policy.value_head
+        self._policy = policy
 
     def checkpoint_weights(self) -> dict[str, Tensor]:
         return module_weights(self.module)
@@ -50,28 +60,14 @@ class HeadCritic(Critic):
         return check_values(values, micro_batch)
 
 
-class SharedCritic(HeadCritic):
-    """A value head on the policy's trunk, which receives its gradients.
-
-    It reads the logits of a model that cannot be split into trunk and head.
-    """
-
-    is_shared = True
-
-    def __init__(self, policy: Any) -> None:
-        self.module = policy.value_head = value_head_for(policy)
-        self._policy = policy
-
-
-class NetworkCritic(HeadCritic):
+class NetworkCritic(SharedCritic):
     """A value head on a network of its own: ``network`` is a policy of which only ``trunk`` is
     used."""
 
     is_shared = False
 
     def __init__(self, network: Any, trunk: nn.Module) -> None:
-        network.value_head = value_head_for(network)
-        self._policy = network
+        super().__init__(network)
         self.trunk = trunk
         self.module = nn.ModuleDict({"trunk": trunk, "head": network.value_head})
 
@@ -99,10 +95,3 @@ class NetworkCritic(HeadCritic):
 
     def bytes_per_unit(self) -> int:
         return self._policy.bytes_per_unit()
-
-
-def value_head_for(policy: Any) -> ValueHead:
-    """Return a new head for the policy's features."""
-    # the dtype of the master weights; those of an adapter are float32 on a base that may be less
-    dtype = torch.promote_types(next(policy.module.parameters()).dtype, torch.float32)
-    return ValueHead(policy.feature_width(), dtype=dtype).to(policy.device)

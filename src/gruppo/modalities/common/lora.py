@@ -69,16 +69,16 @@ def inject(
     names = sorted({name.rpartition(".")[2] for name in linear})
     for target in targets:
         parts = [p for name, p in module.named_modules() if f".{name}".endswith(f".{target}")]
-        is_tied = head in parts and head.weight is model.get_input_embeddings().weight
-        if is_tied or not parts or not all(map(is_linear, parts)):
-            advice = f"Set $lora.targets to some of {', '.join(names)}, separated by spaces"
-            problem = f"the model has no linear layers {target!r}"
-            if is_tied:
-                problem = f"{target!r} is the head, whose weight is tied to the embedding"
-            raise GruppoError(
-                f"lora.targets: {problem}",
-                advice=did_you_mean(target, names, otherwise=advice).strip(),
-            )
+        problem = f"the model has no linear layers {target!r}"
+        if head in parts and head.weight is model.get_input_embeddings().weight:
+            problem = f"{target!r} is the head, whose weight is tied to the embedding"
+        elif parts and all(map(is_linear, parts)):
+            continue
+        advice = f"Set $lora.targets to some of {', '.join(names)}, separated by spaces"
+        raise GruppoError(
+            f"lora.targets: {problem}",
+            advice=did_you_mean(target, names, otherwise=advice).strip(),
+        )
     source = getattr(getattr(module, "config", None), "_name_or_path", "")
     if source and Path(source).exists():  # so that peft finds a local base from any folder
         source = str(Path(source).absolute())

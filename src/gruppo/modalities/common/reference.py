@@ -81,7 +81,7 @@ class ReferenceModel:
         if self.rule == "adapter_off" or is_elsewhere:
             return {}
         if self.shares_module:
-            return {"reference": 4.0 * sum(tensor.numel() for tensor in self.state_dict().values())}
+            return {"reference": 4.0 * sum(tensor.numel() for tensor in self._read().values())}
         size = dtype_bytes
         if self.follows_policy:  # float32, and a copy that computes in another dtype
             size = 4 if dtype_bytes == 4 or self.is_offloaded else 4 + dtype_bytes
@@ -191,10 +191,10 @@ class ReferenceModel:
         needed = {name: list(tensor.shape) for name, tensor in self.state_dict().items()}
         odd = [n for n in sorted(saved.keys() | needed.keys()) if saved.get(n) != needed.get(n)]
         if odd:
-            raise GruppoError(f"""the saved reference does not fit this run: {len(odd)} tensors
-                differ, among them {odd[0]}, which is {saved.get(odd[0], "missing")} in the save,
-                and this run needs {needed.get(odd[0], "none")}. Resume with the run's own config
-                and model, or start a new run.""")
+            raise GruppoError(f"""the saved reference does not fit this run: {odd[0]} is
+                {saved.get(odd[0], "missing")} in the save, and this run needs
+                {needed.get(odd[0], "none")}. Resume with the run's own config and model, or start a
+                new run.""")
         self._mix(state, 1.0)
 
 

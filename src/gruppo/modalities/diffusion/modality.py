@@ -182,7 +182,6 @@ def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
         schedule=FlowSchedule(chosen.shift),
         condition=labels,
         weighting="clean",
-        middle="middle",
     )
 
 
@@ -197,7 +196,7 @@ def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> Denois
         if network is None:
             raise GruppoError(f"""{folder} holds the weights of a module of your own. Give
                 load_denoiser that module.""")
-        options = {name: settings[name] for name in ("predicts", "weighting", "middle")}
+        options = {name: settings[name] for name in ("predicts", "weighting")}
         options["schedule"] = FlowSchedule(**path) if "shift" in path else DiffusionSchedule(path)
         options["condition"] = ClassLabels(**labels) if labels else NoCondition()
         return DenoiserPolicy(network, settings["shape"], **options)

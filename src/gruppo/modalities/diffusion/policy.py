@@ -31,14 +31,14 @@ from gruppo.modalities.diffusion.schedules import (
     broadcast,
 )
 from gruppo.modalities.diffusion.unet import DenoisingUNet
-from gruppo.protocols import Outputs, ValueHeadMixin
+from gruppo.protocols import Outputs
 from gruppo.seeds import generator_at
 from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Rollouts, Sampling
 
 SETTINGS = "denoiser.json"
 
 
-class DenoiserPolicy(ImagePolicy, ValueHeadMixin):
+class DenoiserPolicy(ImagePolicy):
     """Samples images step by step and scores each step under the normal distribution that it was
     drawn from.
 
@@ -46,7 +46,7 @@ class DenoiserPolicy(ImagePolicy, ValueHeadMixin):
     ``condition``), ``predicts`` one number for each of x, in its own dtype; dropout and moving
     statistics are off. States are stored in float32, and a log-prob is that of the state as stored.
     ``weighting`` of the denoising loss: "uniform", or "clean", 1 / (sigma^2 + 0.05). ``options``
-    are those of ``Denoiser``: predicts, schedule, condition, codec, middle, call.
+    are those of ``Denoiser``: predicts, schedule, condition, codec, call.
     """
 
     action_name, budget_name = "step", "evaluations"
@@ -55,7 +55,6 @@ class DenoiserPolicy(ImagePolicy, ValueHeadMixin):
         "Train smaller images (--diffusion.size), a --lora.rank in place of all weights, or a "
         "smaller --model."
     )
-    likelihood_outputs = ImagePolicy.likelihood_outputs | {"values"}
     batch_rows = 256
 
     def __init__(
@@ -70,7 +69,6 @@ class DenoiserPolicy(ImagePolicy, ValueHeadMixin):
         self.denoiser = Denoiser(module, tuple(shape), **options)
         self.image_shape = self.denoiser.shape
         self.weighting: Weighting = weighting
-        self.value_head = None
 
     def recompute(self) -> None:
         recompute_layers(self.module)
@@ -101,17 +99,11 @@ class DenoiserPolicy(ImagePolicy, ValueHeadMixin):
             "shape": denoiser.shape,
             "predicts": denoiser.predicts,
             "weighting": self.weighting,
-            "middle": denoiser.middle,
             "path": schedule.config,
             "condition": labels,
             "unet": module.sizes if isinstance(module, DenoisingUNet) else None,
         }
         save_policy(folder, SETTINGS, settings, module)
-
-    @torch.no_grad()
-    def feature_width(self) -> int:
-        """Number of features that ``value_head`` reads for each state."""
-        return self.denoiser.dummy_features().shape[-1]
 
     def describe(
         self, config: Any, sampling: Any, prompts: Sequence[Prompt], group_size: int
@@ -176,7 +168,7 @@ class DenoiserPolicy(ImagePolicy, ValueHeadMixin):
         for column in range(sampling.steps):
             is_ode = not sampling.temperature or column == sampling.steps - 1
             columns = torch.full_like(groups, column)
-            normal, _ = denoiser.step(x, columns, sampling, condition, groups, is_ode=is_ode)
+            normal = denoiser.step(x, columns, sampling, condition, groups, is_ode=is_ode)
             x, nats = normal.mean.float(), torch.zeros(len(groups), dtype=torch.float64)
             if not is_ode:
                 noise = step_noise(sampling, seed, batch.addresses, denoiser.shape, column)
@@ -245,7 +237,7 @@ class DenoiserPolicy(ImagePolicy, ValueHeadMixin):
             raise GruppoError(
                 "rollouts of the ODE (temperature 0) have no density to learn from. Sample at 1."
             )
-        normal, features = steps.normal(features="values" in outputs)
+        normal = steps.normal()
         mean, std = normal.mean, normal.std
         # The density is that of the float32 state as stored, in float64, as when it was sampled.
         actions = rollouts.actions[steps.row, steps.column].to(self.device)  # [N, *E]
@@ -259,11 +251,7 @@ class DenoiserPolicy(ImagePolicy, ValueHeadMixin):
             steps.scatter(gaussian_logprob(actions[None], mean[None], std[None])[0]),
             entropy,
             grid,
-            steps.scatter(self._values(features)) if "values" in outputs else None,
         )
-
-    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Any:
-        return self.likelihood(rollouts, micro_batch, outputs=("values",)).values
 
     # --- demonstrations ---------------------------------------------------------------------------
 

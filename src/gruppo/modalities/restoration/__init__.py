@@ -3,8 +3,6 @@ sample."""
 
 from gruppo.modalities.restoration.actions import (
     BandGains,
-    Control,
-    Controls,
     LowResolution,
     PixelNoise,
 )
@@ -13,6 +11,6 @@ from gruppo.modalities.restoration.modality import RESTORATION
 from gruppo.modalities.restoration.networks import DnCNN, RestorationUNet
 from gruppo.modalities.restoration.policy import RestorationPolicy
 
-__all__ = ["RESTORATION", "BandGains", "Control", "Controls", "DnCNN", "LowResolution",
+__all__ = ["RESTORATION", "BandGains", "DnCNN", "LowResolution",
            "PixelNoise", "RestorationPolicy", "RestorationUNet", "load_restorer",
            "open_network", "open_restorer"]  # fmt: skip

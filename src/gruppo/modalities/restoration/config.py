@@ -13,18 +13,16 @@ class RestorationConfig:
     """Action and supervised loss of image restoration networks."""
 
     action: str = "low_resolution"
-    """What a new policy samples: pixels, low_resolution, band_gains or controls.
+    """What a new policy samples: pixels, low_resolution or band_gains.
 
-    With settings: pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15,
-    controls:noise=0-50@25,mix=0-1@1.
+    With settings: pixels:std=0.01, low_resolution:grid=8, band_gains:grid=8,std=0.15.
     """
     weights: str = ""
     """Initial weights of a new network: a .safetensors file or a policy folder."""
-    supervises: NoneOr[Literal["output", "base", "told"]] = None
+    supervises: NoneOr[Literal["output", "base"]] = None
     """Image that the supervised loss compares with the clean one.
 
-    Default: output, or as saved. output: at the mean action. base: of the network alone. told: of a
-    network that receives the true controls.
+    Default: output, or as saved. output: at the mean action. base: of the network alone.
     """
     loss: NoneOr[Literal["charbonnier", "l1", "mse"]] = None
     """Pixel loss of supervision and consistency. Default: charbonnier, or as saved."""

@@ -48,7 +48,7 @@ def equivariance(
         choices.append(fitting[int(torch.randint(len(fitting), (), generator=generator))])
     turned = torch.stack(list(map(apply_symmetry, x, choices))).to(policy.device)
     kind = policy.supervises if "demonstration" in rollouts.per_row else "output"
-    restored = policy.output_of(turned, kind, rollouts.prompts)
+    restored = policy.output_of(turned, kind)
     restored = torch.stack(list(map(undo_symmetry, restored, choices)))
     assert likelihood.output is not None
     return restored[rollouts.group_ids.to(policy.device)], likelihood.output

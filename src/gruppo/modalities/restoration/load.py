@@ -22,34 +22,31 @@ from gruppo.types import GruppoError
 FORMS = "dncnn, unet, unet:width=32, file.py:Class or package.module:Class"
 
 
-def open_network(spec: str, *, channels: int = 3, conditions: int = 0, seed: int = 0) -> nn.Module:
+def open_network(spec: str, *, channels: int = 3, seed: int = 0) -> nn.Module:
     """Build the network of ``unet:width=24``, ``file.py:Class`` or ``package.module:Class``,
     initialized by the seed.
 
-    A class or function from a file is called with those of ``channels`` and ``conditions`` that it
-    accepts.
+    A class or function from a file is called with ``channels`` if it accepts them.
     """
     kind, _, rest = spec.partition(":")
-    sizes = {"channels": channels, "conditions": conditions}
     # a network of the user's draws from the global generator too
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_at(seed, "network") % 2**63)
         if kind in NETWORKS:
             options = typed_options(NETWORKS[kind], split_options(rest), FORMS)
-            return NETWORKS[kind](**options | sizes)
+            return NETWORKS[kind](channels, **options)
         if not rest:
             hint = did_you_mean(kind, NETWORKS)
             raise GruppoError(f"there is no network {spec!r}; write {FORMS}.{hint}")
         network = load_object(spec)
         if callable(network) and not isinstance(network, nn.Module):
             try:
-                known = inspect.signature(network).parameters
-                network = network(**{name: sizes[name] for name in sizes if name in known})
+                has_channels = "channels" in inspect.signature(network).parameters
+                network = network(channels=channels) if has_channels else network()
             except Exception as error:
                 reason = " ".join(str(error).split())
-                raise GruppoError(f"""{spec} cannot be called without further arguments
-                    ({type(error).__name__}: {reason}). Give them defaults; it may take channels and
-                    conditions.""") from error
+                raise GruppoError(f"""{spec} cannot be called without arguments other than channels
+                    ({type(error).__name__}: {reason}). Give them defaults.""") from error
     if not isinstance(network, nn.Module):
         raise GruppoError(f"""{spec} is a {type(network).__name__}; it needs to be a torch.nn.Module
             or a function of one.""")
@@ -73,7 +70,7 @@ def open_restorer(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_at(seed, "action") % 2**63)
         opened = open_action(action, channels)
-    module = open_network(network, channels=channels, conditions=opened.conditions, seed=seed)
+    module = open_network(network, channels=channels, seed=seed)
     if weights is not None:
         path, prefix = Path(weights).expanduser(), "network."
         if path.is_dir():
@@ -106,7 +103,7 @@ def load_restorer(
                 load_restorer that module.""")
         elif module is None:
             with trust.opening(folder, trust.imports(spec)):
-                module = open_network(spec, channels=channels, conditions=opened.conditions)
+                module = open_network(spec, channels=channels)
         saved = {name: settings[name] for name in ("loss", "supervises")}
         return RestorationPolicy(module, opened, channels=channels, spec=spec, **saved, **options)
 

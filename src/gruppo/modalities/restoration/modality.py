@@ -88,7 +88,6 @@ class RestorationModality(ImageModality):
         chosen, policy = config.section(RestorationConfig), copy.copy(policy)
         policy.loss = chosen.loss or policy.loss
         policy.supervises = chosen.supervises or policy.supervises
-        policy.check_supervision()
         # a policy from memory keeps its own consistency unless the options name another
         is_named = config.model != IN_MEMORY or bool(changed_options(chosen, ["consistency"]))
         if is_named and highest(config, "cons_coef"):

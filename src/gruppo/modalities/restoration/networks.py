@@ -24,23 +24,20 @@ class DnCNN(nn.Module):
     normalization, whose moving statistics would make it another function in training.
     """
 
-    def __init__(
-        self, channels: int = 3, *, width: int = 32, depth: int = 6, conditions: int = 0
-    ) -> None:
+    def __init__(self, channels: int = 3, *, width: int = 32, depth: int = 6) -> None:
         super().__init__()
         if width < 1 or depth < 2:
             raise GruppoError(f"width={width}, depth={depth}; it needs width 1 and depth 2 or more")
         self.sizes = {"channels": channels, "width": width, "depth": depth}
-        self.sizes["conditions"] = conditions
         layers: list[nn.Module] = []
-        for count in [channels + conditions, *[width] * (depth - 2)]:
+        for count in [channels, *[width] * (depth - 2)]:
             layers += [nn.Conv2d(count, width, 3, padding=1), nn.ReLU()]
         self.body = nn.Sequential(*layers, nn.Conv2d(width, channels, 3, padding=1))
         for parameter in self.body[-1].parameters():  # so that the network is the identity at first
             nn.init.zeros_(parameter)
 
-    def forward(self, x: Images, conditions: Float[Tensor, "N K"] | None = None) -> Images:
-        return x + self.body(_with_conditions(x, conditions))
+    def forward(self, x: Images) -> Images:
+        return x + self.body(x)
 
 
 class RestorationUNet(nn.Module):
@@ -50,13 +47,13 @@ class RestorationUNet(nn.Module):
     Plain residual blocks, without norms or gates.
     """
 
-    def __init__(self, channels: int = 3, *, width: int = 26, conditions: int = 0) -> None:
+    def __init__(self, channels: int = 3, *, width: int = 26) -> None:
         super().__init__()
         if width < 1:
             raise GruppoError(f"width={width}; it needs 1 or more")
-        self.sizes = {"channels": channels, "width": width, "conditions": conditions}
+        self.sizes = {"channels": channels, "width": width}
         wide = 2 * width
-        self.conv_in = nn.Conv2d(4 * (channels + conditions), width, 3, padding=1)
+        self.conv_in = nn.Conv2d(4 * channels, width, 3, padding=1)
         self.fine = PlainResBlock(width)
         self.down = nn.Conv2d(width, wide, 2, stride=2)
         self.coarse = nn.Sequential(PlainResBlock(wide), PlainResBlock(wide))
@@ -66,10 +63,10 @@ class RestorationUNet(nn.Module):
         for parameter in self.conv_out.parameters():  # the identity at first, as DnCNN
             nn.init.zeros_(parameter)
 
-    def forward(self, x: Images, conditions: Float[Tensor, "N K"] | None = None) -> Images:
+    def forward(self, x: Images) -> Images:
         height, width = x.shape[-2:]
         sides = (0, -width % 4, 0, -height % 4)  # sides that are halved twice
-        inputs = pad(_with_conditions(x, conditions), sides, mode="replicate")
+        inputs = pad(x, sides, mode="replicate")
         fine = self.fine(self.conv_in(pixel_unshuffle(inputs, 2)))  # [N, width, H/2, W/2]
         coarse = self.coarse(self.down(fine))  # [N, 2 width, H/4, W/4]
         residual = self.conv_out(self.merge(fine + pixel_shuffle(self.up(coarse), 2)))
@@ -88,13 +85,6 @@ class PlainResBlock(nn.Module):
         return x + self.second(relu(self.first(x)))
 
 
-def _with_conditions(x: Images, conditions: Tensor | None) -> Float[Tensor, "N C+K H W"]:
-    """Append each condition as a constant channel (Zhang et al. 2018, arXiv 1710.04026)."""
-    if conditions is None:
-        return x
-    return torch.cat([x, conditions.to(x)[:, :, None, None].expand(-1, -1, *x.shape[-2:])], dim=1)
-
-
 NETWORKS: dict[str, type[DnCNN] | type[RestorationUNet]] = {"dncnn": DnCNN, "unet": RestorationUNet}
 
 
@@ -111,17 +101,17 @@ class Restorer(nn.Module):
         self.network = network
         self.action = action
 
-    def call_network(self, x: Images, *conditions: Tensor) -> Images:
+    def call_network(self, x: Images) -> Images:
         parameter = next(self.network.parameters(), torch.empty(0))  # a fixed filter has none
-        y = self.network(x.to(parameter.dtype), *(one.to(parameter.dtype) for one in conditions))
+        y = self.network(x.to(parameter.dtype))
         if y.shape != x.shape:
             raise GruppoError(f"""the network {type(self.network).__name__} returned
                 {list(y.shape)} for images {list(x.shape)}; it needs to keep channels and size. Pad
                 inside it, or upscale before it.""")
         return y
 
-    def forward(self, x: Images) -> tuple[Grid, Images | None]:
-        """Mean of the action, and the network's image if the action changes it; see ``Action``."""
+    def forward(self, x: Images) -> tuple[Grid, Images]:
+        """Mean of the action, and the network's image; see ``Action``."""
         return self.action(self.call_network, x)
 
     @torch.no_grad()
@@ -132,12 +122,11 @@ class Restorer(nn.Module):
         x = torch.full((1, channels, PROBE_SIDE, PROBE_SIDE), 0.5, device=device)
         try:
             mean, base = self(x)
-            self.action.render(self.call_network, x, base, mean)
+            self.action.render(base, mean)
         except GruppoError:
             raise
         except Exception as error:  # a network of the user's: anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise GruppoError(f"""the network {type(self.network).__name__} cannot restore images
-                {list(x.shape)}: {reason:.300}. It needs to take [N, {channels}, H, W]
-                and {self.action.conditions} conditions, and to return the same size. Set channels,
-                or another network.""") from error
+                {list(x.shape)}: {reason:.300}. It needs to take [N, {channels}, H, W] and to return
+                the same size. Set channels, or another network.""") from error

@@ -19,7 +19,7 @@ from gruppo.distributed.sharding import blocks_of
 from gruppo.modalities.common.images import ImagePolicy, RowBatch, image_error, image_rollouts
 from gruppo.modalities.common.state_dict import save_policy
 from gruppo.modalities.common.validation import refuse
-from gruppo.modalities.restoration.actions import Action, Controls, Images
+from gruppo.modalities.restoration.actions import Action, Images
 from gruppo.modalities.restoration.consistency import Consistency, to_reference
 from gruppo.modalities.restoration.networks import NETWORKS, Restorer
 from gruppo.protocols import Outputs, RestorationMixin, StatisticsMixin
@@ -38,7 +38,7 @@ from gruppo.types import (
 SETTINGS = "restorer.json"
 SQUARE = 16
 """A square of this many pixels per side is one unit of a micro-batch's budget."""
-Supervises = Literal["output", "base", "told"]
+Supervises = Literal["output", "base"]
 
 
 class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
@@ -50,9 +50,7 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
     - ``action``: one of ``actions``.
     - ``loss`` and ``supervises``: the supervised term compares the deterministic image ("output")
       or the network's without an action ("base") with clean ones; with a detached action, clean
-      images then train the network alone and rewards the action alone, in one run. "told", for
-      controls: the network's image at the true value of each control, from the prompts' columns of
-      the same names.
+      images then train the network alone and rewards the action alone, in one run.
     - ``consistency``: see ``consistency``.
     - ``spec``: how ``open_network`` finds the network, for a save.
 
@@ -87,16 +85,7 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
         self.supervises: Supervises = supervises
         self.consistency = consistency
         self.module = Restorer(network, action).eval()
-        self.check_supervision()
         self.module.probe(channels)
-
-    def check_supervision(self) -> None:
-        """Refuse supervision by the true controls if the action has none."""
-        action = self.module.action
-        if self.supervises == "told" and not action.conditions:
-            raise GruppoError(f"""supervises='told' sets the network's controls, and the action
-                {action.kind!r} has none. Set the action controls:noise=0-50@25, or
-                supervises='output'.""")
 
     def action_dims(self, prompt: Prompt) -> int:
         action = self.module.action
@@ -174,7 +163,7 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
         """Sample the rows of a batch; one forward of the network serves a group."""
         module, temperature = self.module, float(sampling.temperature)
         x, group = batch.inputs.to(self.device), batch.group_ids.to(self.device)
-        means, base = module(x)  # [P, K, h, w], and [P, C, H, W] or None
+        means, base = module(x)  # [P, K, h, w], [P, C, H, W]
         std = module.action.scale()[:, None, None]  # [K, 1, 1]
         action = means.double()[group]  # [B, K, h, w]
         if temperature:
@@ -184,8 +173,7 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
                 noise.append(torch.randn(action.shape[1:], generator=generator))
             action = action + std * torch.stack(noise).to(self.device).double()
         action = action.float()  # rounded as it is stored, before it is scored
-        base = None if base is None else base[group]
-        restored = module.action.render(module.call_network, x[group], base, action).float()
+        restored = module.action.render(base[group], action).float()
         is_finite = action.isfinite().flatten(1).all(dim=1)
         is_finite &= restored.isfinite().flatten(1).all(dim=1)
         mask = is_finite[:, None]  # [B, 1]
@@ -234,12 +222,11 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
         x, group = rollouts.shared["degraded"][prompt_ids].to(self.device), group.to(self.device)
         if "demonstration" in rollouts.per_row:
             zeros = torch.zeros(mask.shape, dtype=torch.float64, device=self.device)
-            prompts = [rollouts.prompts[n] for n in prompt_ids.tolist()]
-            return Likelihood(zeros, output=self.output_of(x, self.supervises, prompts)[group])
-        mean, base = module(x)  # [P, K, h, w], and [P, C, H, W] or None
+            return Likelihood(zeros, output=self.output_of(x, self.supervises)[group])
+        mean, base = module(x)  # [P, K, h, w], [P, C, H, W]
         output = entropy = normal = None
         if "output" in outputs:
-            output = module.action.render(module.call_network, x, base, mean)[group]
+            output = module.action.render(base, mean)[group]
         mean = mean[group][:, None]  # [b, 1, K, h, w]
         std = module.action.scale()[:, None, None].expand(mean.shape)
         if "entropy" in outputs or "entropy_value" in outputs:
@@ -258,12 +245,6 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
             return error
         size = tuple(prompt.inputs.shape[1:])
         error = image_error(prompt.target, "target", self.channels, size)
-        if error is None and self.supervises == "told":
-            action: Any = self.module.action
-            try:
-                action.true_values(prompt.meta)
-            except GruppoError as problem:
-                error = str(problem)
         return f"prompt {prompt.id!r} {error}" if error else None
 
     def demonstrations(self, prompts: Sequence[Prompt], *, seed: int) -> Rollouts:
@@ -302,26 +283,14 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
 
     # --- images -----------------------------------------------------------------------------------
 
-    def output_of(
-        self, x: Images, kind: Supervises = "output", prompts: Sequence[Prompt] = ()
-    ) -> Images:
-        """Compute the deterministic images, with gradient, neither clamped nor rounded.
-
-        ``kind``: at the mean action, without an action, or at the prompts' true controls; see
-        ``supervises``.
-        """
+    def output_of(self, x: Images, kind: Supervises = "output") -> Images:
+        """Compute the deterministic images, with gradient, neither clamped nor rounded: at the mean
+        action, or without an action ("base")."""
         module = self.module.eval()
-        action: Any = module.action
-        network = module.call_network
-        if kind == "told":
-            values = torch.tensor([action.true_values(p.meta) for p in prompts])
-            return action.restored(network, x, values.to(x))
-        if kind == "output":
-            mean, base = module(x)
-            return action.render(network, x, base, mean)
-        if isinstance(action, Controls):  # every control at its start
-            return action.render(network, x, None, x.new_zeros(len(x), action.count, 1, 1))
-        return network(x)
+        if kind == "base":
+            return module.call_network(x)
+        mean, base = module(x)
+        return module.action.render(base, mean)
 
     @torch.no_grad()
     def restore(self, images: Images) -> Images:
