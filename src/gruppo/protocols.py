@@ -760,8 +760,6 @@ class PromptSource(Protocol):
     """Draws in which each training item comes once; 0 for an endless source."""
     classes: int | list[str] | None
     """Number or names of the classes, where prompts are classes."""
-    degradation: Any
-    """How images are degraded, where they are."""
     name: str
 
     def take(self, n: int) -> list[Prompt]:

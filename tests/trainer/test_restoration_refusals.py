@@ -23,6 +23,7 @@ from gruppo.build import Parts
 from gruppo.cli.app import main
 from gruppo.config import serialization
 from gruppo.config.schema import Stage
+from gruppo.core.objective import Objective
 from gruppo.trainer.update import backward
 from gruppo.types import DataError, GruppoError, NumericalStop, Prompt
 
@@ -82,7 +83,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an unknown consistency": (
         CONS | {"restoration__consistency": "equivarance"},
-        r"consistency='equivarance' is not one of reference, equivariance, degradation or "
+        r"consistency='equivarance' is not reference or equivariance or "
         r"FILE.py:function",
     ),
     "a consistency that is no function": (
@@ -99,7 +100,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"compute": "bfloat16"},
         r"compute='bfloat16' holds the base below adapters.*--compute float32",
     ),
-    "a critic": ({"objective": CRITIC}, r"critic|value"),
+    "a critic": ({"objective": Objective(**CRITIC)}, r"critic|value"),
     "a temperature": ({"rollout__temperature": 0.5}, r"temperature.* images are sampled at 1"),
     "an entropy of a fixed std": (
         {"stage__entropy_coef": 0.1},
@@ -124,7 +125,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "longest completions": ({"rollout__max_new_tokens": 64}, r"max_new_tokens=64 applies to text"),
     "top_k": ({"rollout__top_k": 5}, r"top_k=5, .* apply to tokens"),
     "epsilon of a mean": (
-        {"objective": {"dims": "mean", "kl": "exact"}, "restoration__action": "pixels"},
+        {"objective": Objective(dims="mean", kl="exact"), "restoration__action": "pixels"},
         r"clip_high=0.2 of a mean over 192 dimensions",
     ),
     "data of texts": (
@@ -326,24 +327,6 @@ def test_demonstrations_without_clean_pictures_are_refused(tmp_path):
         match=r"none of the first 8 demonstrations can be learned from: .* it needs floats",
     ):
         api.start(restoration_runs.config(tmp_path, supervised__data=demos, name="texts", **SUP))
-
-
-def test_the_degradation_of_data_that_have_none_is_refused(tmp_path, capsys):
-    clean, noisy = (
-        restoration_runs.write_images(tmp_path / "clean"),
-        restoration_runs.write_images(tmp_path / "given"),
-    )
-    changes = CONS | {
-        "restoration__consistency": "degradation",
-        "data": f"pairs:{noisy}:{clean}:crop=8",
-    }
-    config = restoration_runs.config(tmp_path, **changes)
-    why = (
-        r"consistency='degradation' degrades a restored image as the data were, "
-        r"and these data do not say how"
-    )
-    assert re.search(why, said_in_one_line(lambda: api.start(config), GruppoError))
-    on_the_command_line(tmp_path, capsys, config, why)
 
 
 # --- other kinds of model -------------------------------------------------------------------------

@@ -57,16 +57,14 @@ class DegradationKind:
     unit: str
     is_whole: bool = False
     """Strengths are integers."""
-    is_expected: bool = True
-    """Neither random nor without a gradient: part of ``Degradation.expected``."""
 
 
 KINDS: Mapping[str, DegradationKind] = {
-    "noise": DegradationKind(add_noise, 0, 255, "levels of 255", is_expected=False),
+    "noise": DegradationKind(add_noise, 0, 255, "levels of 255"),
     "blur": DegradationKind(lambda x, std, _: gaussian_blur(x, std), 0, 20, "pixels"),
     "downscale": DegradationKind(downscale, 1, 16, "times smaller a side", is_whole=True),
     "dark": DegradationKind(lambda x, share, _: x * share, 0.01, 1, "share of the light"),
-    "jpeg": DegradationKind(compress, 1, 100, "quality", is_whole=True, is_expected=False),
+    "jpeg": DegradationKind(compress, 1, 100, "quality", is_whole=True),
 }
 
 
@@ -127,21 +125,6 @@ class Degradation:
                 strengths[name] = float(int(low + uniform * (high - low + 1)))
             image = KINDS[name].apply(image[None], strengths[name], generator)[0]
         return quantize(image), strengths
-
-    def expected(self, images: Images, strengths: Sequence[Mapping[str, float]]) -> Images:
-        """Each image under its own strengths, without steps that are random (noise) or have no
-        gradient (JPEG).
-
-        With a gradient, also without rounding: D of the consistency |D(f(x)) - x|.
-        """
-        degraded = []
-        for image, strength in zip(images, strengths, strict=True):
-            x = image[None]
-            for name in self.names:
-                if KINDS[name].is_expected:
-                    x = KINDS[name].apply(x, strength[name], None)
-            degraded.append(x)
-        return torch.cat(degraded)
 
 
 def parse_data_options(

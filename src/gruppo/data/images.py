@@ -3,9 +3,7 @@ classes."""
 
 from __future__ import annotations
 
-import csv
 import importlib.util
-import io
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,7 +25,7 @@ log = logging.getLogger("gruppo")
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 EXIF_ORIENTATION = 0x0112
-TABLES = ("captions.jsonl", "metadata.jsonl", "metadata.csv")
+TABLES = ("captions.jsonl", "metadata.jsonl")
 CAPTION_COLUMNS = ("caption", "text", "prompt")
 
 
@@ -37,10 +35,10 @@ def image_folder(
     """Stream of the png, jpg and webp files of a folder and its subfolders; ``target`` is the
     image.
 
-    Captions, if there are any, are the prompts: from ``captions.jsonl``, ``metadata.jsonl`` or
-    ``metadata.csv`` in the folder (a column ``file_name``, another ``caption`` or ``text``; further
-    columns go to ``meta``), or from a .txt file next to each image; an image without one is left
-    out, with a warning. Without captions the subfolders are the classes, and a prompt is the number
+    Captions, if there are any, are the prompts: from ``captions.jsonl`` or ``metadata.jsonl`` in
+    the folder (a column ``file_name``, another ``caption`` or ``text``; further columns go to
+    ``meta``), or from a .txt file next to each image; an image without one is left out, with a
+    warning. Without captions the subfolders are the classes, and a prompt is the number
     of a class, ``label``; without subfolders it is an empty string.
 
     The held-out split goes by the captions, or by the files if there are none. Images are read when
@@ -109,25 +107,20 @@ def _captions(folder: Path, files: list[str]) -> dict[str, dict[str, Any]]:
     rows = {}
     for file in files:
         path = (folder / file).with_suffix(".txt")
-        if path.is_file() and (caption := _read_text(path).strip()):
+        if not path.is_file():
+            continue
+        try:
+            caption = path.read_text(encoding="utf-8-sig").strip()
+        except UnicodeDecodeError:
+            raise DataError(f"the caption {path} is not UTF-8; save the file as UTF-8.") from None
+        if caption:
             rows[file] = {"caption": caption}
     return rows
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise DataError(f"the captions {path} are not UTF-8; save the file as UTF-8.") from None
-
-
 def _read_table(table: Path) -> dict[str, dict[str, Any]]:
     """By file: the caption under that name, and every further column."""
-    rows: list[Any]
-    if table.suffix == ".csv":
-        rows = list(csv.DictReader(io.StringIO(_read_text(table))))
-    else:
-        rows = read_jsonl(table)
+    rows = read_jsonl(table)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     caption_column = next((name for name in CAPTION_COLUMNS if name in columns), None)
     if "file_name" not in columns or caption_column is None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from gruppo.types import DataError, GruppoError, Prompt
 log = logging.getLogger("gruppo")
 
 CROP = 64
-CACHE_BYTES = 1 << 28
+DECODED = 32
 """Decoded images that are kept in memory."""
 FORMS = (
     "one of photos:noise=25; degrade:FOLDER:blur=1-2,noise=10-50; pairs:DEGRADED:CLEAN. Options "
@@ -100,13 +101,16 @@ def image_pairs(
             (color), and crop a number of pixels, such as {CROP}, or 0 for whole images.""")
     unreadable: dict[str, str] = {}
     sizes = _checked_sizes(pairs, crop, name, unreadable)
-    read = cached_reader(channels)
+    # decoding a photograph takes longer than cropping it
+    read_file = lru_cache(DECODED)(lambda path: to_uint8(read_image(path, channels=channels)))
 
     def prompt_at(item: str | tuple[str, int, int], draw: int) -> Prompt | None:
         """Prompt of a name, at a random crop; or of a name and the top left corner of a crop."""
         n = item if isinstance(item, str) else item[0]
         try:
-            images = [read(image) for image in pairs[n].files]
+            images = [
+                image if isinstance(image, Tensor) else read_file(image) for image in pairs[n].files
+            ]
         except DataError as problem:  # a truncated file
             leave_out(unreadable, n, str(problem))
             return None
@@ -143,26 +147,7 @@ def image_pairs(
     facts += [_fact(image) for n in names for image in pairs[n].files]
     source = IndexedSource(name, seed, train, places, prompt_at, columns, digest_of(facts))
     source.unreadable = unreadable
-    source.degradation = degradation
     return source
-
-
-def cached_reader(channels: int) -> Callable[[Path | Tensor], Tensor]:
-    """Return a function that reads the levels 0 to 255 of a file, [C, H, W]; a tensor it returns
-    unchanged."""
-    cache: dict[Path, Tensor] = {}  # decoding a photograph takes longer than cropping it
-
-    def read(image: Path | Tensor) -> Tensor:
-        if isinstance(image, Tensor):
-            return image
-        if image in cache:
-            return cache[image]
-        levels = to_uint8(read_image(image, channels=channels))
-        if sum(map(Tensor.numel, cache.values())) + levels.numel() <= CACHE_BYTES:
-            cache[image] = levels
-        return levels
-
-    return read
 
 
 def corners(name: str, size: tuple[int, int], crop: int) -> list[tuple[str, int, int]]:

@@ -50,8 +50,6 @@ class IndexedSource:
     expensive."""
     classes: int | list[str] | None = None
     """Number or names of the classes, where prompts are classes."""
-    degradation: Any = None
-    """The degradation of images that are degraded on the fly."""
     unreadable: dict[str, str] = field(default_factory=dict)
     """Files left out so far, each with the reason."""
     position: int = field(default=0, init=False)
@@ -157,7 +155,6 @@ class SourceWrapper:
     DEFAULTS: Mapping[str, Any] = {
         "columns": None,
         "classes": None,
-        "degradation": None,
         "held_out": lambda n: [],
         "all_prompts": lambda: iter(()),
         "fingerprint": lambda: None,

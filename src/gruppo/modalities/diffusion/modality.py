@@ -116,27 +116,6 @@ class DiffusionModality(ImageModality):
         options |= {"max_actions": chosen.steps, "ode_steps": chosen.eval_steps}
         return DiffusionSampling(**options)
 
-    def check(
-        self, config: Config, policy: Any, sampling: Any, data: PromptSource, rewards: Any
-    ) -> None:
-        super().check(config, policy, sampling, data, rewards)
-        if config.model == NEW and not highest(config, "sup_coef"):
-            log.warning(
-                "a new network samples gray images, and no stage has demonstrations: set --stages "
-                "supervised:2000,full, or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
-            )
-        # A ratio of whole rows needs each row of denoising steps in one micro-batch.
-        evaluations = (sampling.max_actions - 1) * (2 if sampling.guidance != 1 else 1)
-        budget = config.optim.token_budget or policy.default_budgets[policy.device.type != "cpu"]
-        is_cut = sampling.noise != "branched" and evaluations > budget
-        if config.objective.needs_whole_rows and is_cut:
-            raise GruppoError(
-                f"""this objective needs whole rows, of up to {evaluations} evaluations of the
-                    network; a micro-batch has {budget}""",
-                option="optim.token_budget",
-                advice=f"{evaluations}, or $objective.ratio token",
-            )
-
 
 DIFFUSION = DiffusionModality()
 DenoiserPolicy.modality = DIFFUSION
@@ -156,6 +135,11 @@ def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
     """An untrained UNet for the data's images: of their size, conditioned on their classes if they
     have any."""
     chosen = config.section(DiffusionConfig)
+    if not highest(config, "sup_coef"):
+        log.warning(
+            "a new network samples gray images, and no stage has demonstrations: set --stages "
+            "supervised:2000,full, or train it first with --stage.rl-coef 0 --stage.sup-coef 1."
+        )
     first = peek(data)[0]
     if not isinstance(first.target, torch.Tensor) or first.target.ndim != 3:
         raise DataError(

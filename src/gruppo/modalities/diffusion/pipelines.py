@@ -94,6 +94,8 @@ class StableDiffusion3(StableDiffusion):
     has_even_sigmas = False
     packing = 1
     """Latents a side that the pipeline packs into one token."""
+    time_scale = 1000.0
+    """Times the network reads, per sigma."""
 
     def __init__(self, pipeline: Any, settings: PipelineSettings, size: tuple[int, int]) -> None:
         transformer, config = pipeline.transformer, pipeline.scheduler.config
@@ -108,12 +110,15 @@ class StableDiffusion3(StableDiffusion):
         mu = low + (high - low) / (many - few) * (tokens - few)
         self.schedule = SchedulerFlow(pipeline.scheduler, mu=mu, is_even=self.has_even_sigmas)
 
-    def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: list[Tensor]) -> Tensor:
+    def forward(
+        self, module: Any, x: Tensor, times: Tensor, embeddings: list[Tensor], **further: Any
+    ) -> Tensor:
         return module(
             hidden_states=x,
-            timestep=times * float(self.pipeline.scheduler.config.num_train_timesteps),
+            timestep=times * self.time_scale,
             encoder_hidden_states=embeddings[0],
             pooled_projections=embeddings[1],
+            **further,
         ).sample
 
 
@@ -121,11 +126,13 @@ class Flux(StableDiffusion3):
     """A transformer over 2 x 2 patches of latents; it reads sigma, and a guidance scale if it is
     distilled."""
 
-    has_guidance, max_shift, packing = False, 1.15, 2
+    has_guidance, max_shift, packing, time_scale = False, 1.15, 2, 1.0
     embeddings = slice(0, 2)
     has_even_sigmas = True
 
-    def forward(self, module: Any, x: Tensor, times: Tensor, embeddings: list[Tensor]) -> Tensor:
+    def forward(
+        self, module: Any, x: Tensor, times: Tensor, embeddings: list[Tensor], **further: Any
+    ) -> Tensor:
         patches = pixel_unshuffle(x, 2)  # [N, 4 C, h, w]
         sides = patches.shape[-2:]
         axes = [torch.arange(side, device=x.device) for side in (1, *sides)]
@@ -133,15 +140,10 @@ class Flux(StableDiffusion3):
         guidance = None
         if module.config.guidance_embeds:
             guidance = times.new_full((len(x),), self.guidance)
-        prediction = module(
-            hidden_states=patches.flatten(2).transpose(1, 2),
-            timestep=times,
-            guidance=guidance,
-            encoder_hidden_states=embeddings[0],
-            pooled_projections=embeddings[1],
-            txt_ids=places.new_zeros(embeddings[0].shape[1], 3),
-            img_ids=places,
-        ).sample
+        tokens = patches.flatten(2).transpose(1, 2)
+        text = places.new_zeros(embeddings[0].shape[1], 3)
+        ids = {"guidance": guidance, "txt_ids": text, "img_ids": places}
+        prediction = super().forward(module, tokens, times, embeddings, **ids)
         return pixel_shuffle(prediction.transpose(1, 2).unflatten(2, sides), 2)
 
 

@@ -27,10 +27,10 @@ class RestorationConfig:
     loss: NoneOr[Literal["charbonnier", "l1", "mse"]] = None
     """Pixel loss of supervision and consistency. Default: charbonnier, or as saved."""
     consistency: str = "reference"
-    """Consistency term: reference, equivariance, degradation or file.py:degrade.
+    """Consistency term: reference, equivariance or file.py:degrade.
 
-    reference: distance to the reference's image. equivariance: under flips and rotations.
-    degradation, or a function of images and prompts: the output, degraded again, matches the input.
+    reference: distance to the reference's image. equivariance: under flips and rotations. A
+    function of images and prompts: the output, degraded again, matches the input.
     """
     action_lr_factor: Annotated[float, Range(gt=0)] = 1.0
     """Learning rate of the action head, relative to the network's.

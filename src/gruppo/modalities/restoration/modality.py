@@ -91,7 +91,7 @@ class RestorationModality(ImageModality):
         # a policy from memory keeps its own consistency unless the options name another
         is_named = config.model != IN_MEMORY or bool(changed_options(chosen, ["consistency"]))
         if is_named and highest(config, "cons_coef"):
-            policy.consistency = open_consistency(chosen.consistency, data)
+            policy.consistency = open_consistency(chosen.consistency)
         return policy
 
     def load(self, model: str, **options: Any) -> Policy:
@@ -143,25 +143,14 @@ class RestorationModality(ImageModality):
         return replace(config, model=model, modality=restoration)
 
 
-def open_consistency(name: str, data: Any) -> Consistency:
-    """The consistency of an option: a name, or a degradation, of the data or of the user."""
+def open_consistency(name: str) -> Consistency:
+    """The consistency of an option: a name, or a degradation of the user."""
     known: dict[str, Consistency] = {"reference": to_reference, "equivariance": equivariance}
     if name in known:
         return known[name]
-    if name == "degradation":
-        degradation: Any = getattr(data, "degradation", None)
-        if degradation is None:
-            raise GruppoError(
-                """restoration.consistency='degradation' degrades a restored image as the data
-                    were, and these data do not say how""",
-                option="data",
-                advice="photos:... or degrade:..., or $restoration.consistency FILE.py:function",
-            )
-        return to_degraded(lambda x, ps: degradation.expected(x, [p.meta for p in ps]))
     if ":" not in name:
         raise GruppoError(
-            f"restoration.consistency={name!r} is not one of {', '.join(known)}, degradation or "
-            f"FILE.py:function",
+            f"restoration.consistency={name!r} is not {' or '.join(known)} or FILE.py:function",
             option="restoration.consistency",
             advice="to one of them",
         )
