@@ -142,8 +142,9 @@ class Flux(StableDiffusion3):
             guidance = times.new_full((len(x),), self.guidance)
         tokens = patches.flatten(2).transpose(1, 2)
         text = places.new_zeros(embeddings[0].shape[1], 3)
-        ids = {"guidance": guidance, "txt_ids": text, "img_ids": places}
-        prediction = super().forward(module, tokens, times, embeddings, **ids)
+        prediction = super().forward(
+            module, tokens, times, embeddings, guidance=guidance, txt_ids=text, img_ids=places
+        )
         return pixel_shuffle(prediction.transpose(1, 2).unflatten(2, sides), 2)
 
 
