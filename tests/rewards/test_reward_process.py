@@ -125,24 +125,6 @@ def test_arguments_that_only_python_can_hold_are_refused_with_the_way_out(isolat
         RewardSet(isolated("awaits")).score(rollouts)
 
 
-def test_code_that_changed_since_the_run_began_is_not_called(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import os\ndef f(completions):\n    return [os._exit(1) if c == 'bad' else 1.0 for c in "
-        "completions]\n"
-    )
-    reward = RewardSet(resolve_reward(f"{file}:f", RewardWorkers()), timeout_s=5.0)
-    assert reward.score(rollouts_of(["a"])).rewards.tolist() == [1.0]
-    file.write_text(file.read_text().replace("1.0", "2.0"))
-    assert reward.score(rollouts_of(["a"])).rewards.tolist() == [
-        1.0
-    ]  # the process has the old code
-    assert (
-        "has changed since the run began"
-        in reward.score(rollouts_of(["a", "bad"])).failures[0].message
-    )
-
-
 def test_a_file_that_ends_the_process_on_import_is_one_line(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("import os\nos._exit(0)\n")

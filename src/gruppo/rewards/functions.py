@@ -94,8 +94,7 @@ class FunctionReward:
     ) -> None:
         if not callable(fn):
             raise DataError(f"""the reward is {fn!r:.80} ({type(fn).__name__}), which is not
-                callable; it needs to be a function such as def reward(completions, **kwargs). Pass
-                the function itself, not its result.""")
+                callable; pass a function such as def reward(completions, **kwargs).""")
         self.fn, self.name = fn, name or function_name(fn)
         self.timeout_s: float | None = getattr(fn, "timeout_s", timeout_s)
         self.separator: str | None = getattr(fn, "step_separator", None)
@@ -156,8 +155,8 @@ class FunctionReward:
         self.check({*self._data_columns, *columns, *cells})
         columns |= {name for name, is_required in self._parameters.items() if is_required}
         for name in columns - {*cells, *self._provided}:
-            if self._takes(name):
-                cells[name] = [_cell(prompt, name) for prompt in prompts]
+            is_target = name in ("answer", "target")
+            cells[name] = [p.meta.get(name, p.target if is_target else None) for p in prompts]
         return {name: values for name, values in cells.items() if self._takes(name)}
 
     def _takes(self, name: str, *, by_default: bool = True) -> bool:
@@ -179,11 +178,10 @@ class FunctionReward:
             "log_metric": answer.log_metric,
             "log_extra": answer.log_extra,
         }
-        steps: list[list[TextStep]] = []
         if self.separator is not None:
             texts = [text_of(rollouts.completions[row]) for row in rows]
-            steps = [split_steps(text, self.separator) for text in texts]
-            arguments["steps"] = [[step for step, _ in row] for row in steps]
+            parts = [split_steps(text, self.separator) for text in texts]
+            arguments["steps"] = [[step for step, _ in row] for row in parts]
         arguments = {name: value for name, value in arguments.items() if self._takes(name)}
         for name, values in cells.items():
             # A function that edits its arguments must not edit the rollouts.
@@ -192,28 +190,23 @@ class FunctionReward:
         if self.is_remote:
             arguments["call_timeout_s"] = timeout_s
         answer.values = as_list(awaited(self.fn(**arguments)), len(rows))
-        if self.scores_turns:
-            ends = rollouts.per_row["turn_ends"]
-            answer.values = [
-                _place(value, ends[row], "turn", len(ends[row]))
-                for value, row in zip(answer.values, rows, strict=True)
-            ]
-        elif self.separator is not None:
-            answer.values = [
-                self._at_steps(value, rollouts, row, own)
-                for value, row, own in zip(answer.values, rows, steps, strict=True)
-            ]
+        if self.scores_steps:
+            pairs = zip(answer.values, rows, strict=True)
+            answer.values = [self._at_ends(value, rollouts, row) for value, row in pairs]
         return answer
 
-    def _at_steps(
-        self, value: Any, rollouts: Rollouts, row: int, steps: Sequence[TextStep]
-    ) -> StepScores | CallError | None:
-        """The numbers of a row at the actions that end its steps."""
-        assert self.decode is not None  # refused by prepare
+    def _at_ends(self, value: Any, rollouts: Rollouts, row: int) -> StepScores | CallError | None:
+        """The numbers of a row at the actions that end its turns or steps."""
+        if self.scores_turns:
+            turns = rollouts.per_row["turn_ends"][row]
+            return _place(value, turns, "turn", len(turns))
+        assert self.separator is not None and self.decode is not None  # refused by prepare
+        text = text_of(rollouts.completions[row])
+        steps = split_steps(text, self.separator)
         columns = rollouts.mask[row].nonzero()[:, 0]
         ids = rollouts.actions[row][columns].tolist()
         try:
-            ends = step_ends(steps, text_of(rollouts.completions[row]), ids, self.decode)
+            ends = step_ends(steps, text, ids, self.decode)
         except CallError as error:
             return error
         return _place(value, columns[ends].tolist(), "step", len(steps))
@@ -292,10 +285,6 @@ def columns_of(prompts: Iterable[Prompt]) -> tuple[str, ...]:
         if prompt.target is not None:
             names |= {"answer", "target"}
     return tuple(sorted(names))
-
-
-def _cell(prompt: Prompt, name: str) -> Any:
-    return prompt.meta.get(name, prompt.target if name in ("answer", "target") else None)
 
 
 # --- steps ----------------------------------------------------------------------------------------

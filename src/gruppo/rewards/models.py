@@ -133,11 +133,12 @@ class ProcessRewardModel:
             texts.append(ids)
             ends.append(own_ends)
         rows = list[Any]()
-        for n, values in enumerate(self.network.scores(texts, self.__name__, log_metric)):
-            lost = len(texts[n]) - len(values)
+        scores = self.network.scores(texts, self.__name__, log_metric)
+        for ids, values, own in zip(texts, scores, ends, strict=True):
+            lost = len(ids) - len(values)
             # The first id of a truncated text may be its opening token, not the end of a step.
             first = lost + (lost > 0)
-            rows.append([float(values[end - lost]) if end >= first else None for end in ends[n]])
+            rows.append([float(values[end - lost]) if end >= first else None for end in own])
         return rows
 
     def _prompt_ids(self, prompt: Any) -> list[int]:
@@ -203,9 +204,9 @@ class ScoringNetwork:
         self.head, self.output = head, output
         self.label = _label_index(self.module.config, label, self.name)
         self.memory_bytes = sum(p.numel() * p.element_size() for p in self.module.parameters())
-        limits = [getattr(config, "max_position_embeddings", None), self.tokenizer.model_max_length]
-        limits = [int(limit) for limit in limits if limit and 0 < limit < NO_LIMIT]
-        self.max_length = max_length or min(limits, default=NO_LIMIT)
+        positions = getattr(config, "max_position_embeddings", 0)
+        limits = [positions, self.tokenizer.model_max_length, NO_LIMIT]
+        self.max_length = max_length or int(min(limit for limit in limits if limit > 0))
         self.pad_id = config.pad_token_id
         # transformers finds the last token of a text by the padding.
         self.batch = 1 if self.pad_id is None and head == OUTCOME else BATCH

@@ -5,7 +5,6 @@ The first half runs in the trainer; ``Functions`` runs in the workers, and needs
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import math
@@ -14,11 +13,9 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from inspect import Parameter, Signature
-from pathlib import Path
 from typing import Any
 
 from gruppo.errors import DataError
@@ -40,8 +37,6 @@ class RewardWorkers:
         self.seed = seed
         self._workers = dict[str, WorkerProcess]()
         self._locks = defaultdict[str, threading.Lock](threading.Lock)
-        self._sources = defaultdict[str, dict[str, Any]](dict)
-        """Of each file: its functions, each with the hash of its source."""
         weakref.finalize(self, _close_all, self._workers)
 
     def load(
@@ -54,22 +49,22 @@ class RewardWorkers:
         """
         if not is_built_in:
             check_listed(full_name(spec))  # the worker has no list
-        key = json.dumps([spec, *arguments])
+        call = partial(self._call, json.dumps([spec, *arguments]))
         try:
-            info = self._call(key, "load", START_S)
+            info = call("load", START_S)
         except CallError as error:
             problem = f"{spec} cannot be imported: {error.message}"
             raise DataError(f"{problem}. Fix the file and try again.") from None
-        self._sources[_place(key)][key] = info["source"]
-        return RemoteFunction(partial(self._call, key), info) if "name" in info else None
+        return RemoteFunction(call, info) if info else None
 
     def _call(self, key: str, method: str, timeout_s: float | None, **arguments: Any) -> Any:
         """Call a method of ``Functions`` for a function, in the worker of its file."""
-        place = _place(key)
+        place = str(json.loads(key)[0]).rpartition(":")[0]
         with self._locks[place]:
             worker = self._workers.get(place)
             if worker is None or not worker.is_alive:
-                worker = self._workers[place] = self._open(place)
+                worker = self._workers[place] = WorkerProcess("gruppo.rewards.remote:Functions")
+                worker.call("load", {"key": key}, timeout_s=START_S)
             try:
                 arguments["key"] = key
                 return worker.call(method, arguments, timeout_s=timeout_s, seed=self.seed)
@@ -77,22 +72,6 @@ class RewardWorkers:
                 if error.kind == "timeout":
                     worker.close()
                 raise
-
-    def _open(self, place: str) -> WorkerProcess:
-        """A worker that has loaded the functions of a file, which must be as they were."""
-        worker = WorkerProcess("gruppo.rewards.remote:Functions")
-        for key, source in self._sources[place].items():
-            if worker.call("load", {"key": key}, timeout_s=START_S)["source"] != source:
-                worker.close()
-                problem = f"{source[0]} has changed since the run began"
-                advice = "use it with gruppo resume RUN --allow-changes"
-                raise CallError("exception", f"{problem}; {advice}", "changed")
-        return worker
-
-
-def _place(key: str) -> str:
-    """The file or module of a function."""
-    return str(json.loads(key)[0]).rpartition(":")[0]
 
 
 def _close_all(workers: Mapping[str, WorkerProcess]) -> None:
@@ -108,7 +87,6 @@ class RemoteFunction:
     def __init__(self, call: Callable[..., Any], info: dict[str, Any]) -> None:
         self._call = call
         self.__name__: str = info["name"]
-        self.is_async: bool = info["is_async"]
         parameters = []
         for name, kind, is_required in info["parameters"]:
             default = Parameter.empty if is_required else None
@@ -125,9 +103,8 @@ class RemoteFunction:
         if "trainer_state" in arguments:
             arguments["trainer_state"] = asdict(arguments["trainer_state"])
         torch = sys.modules.get("torch")
-        device = None
-        if torch is not None and torch.cuda.is_initialized():
-            device = torch.cuda.current_device()
+        is_on_gpu = torch is not None and torch.cuda.is_initialized()
+        device = torch.cuda.current_device() if is_on_gpu else None  # type: ignore[union-attr]
         try:
             answer = self._call(
                 "score", call_timeout_s, arguments=arguments, logs=[*logs], device=device
@@ -150,45 +127,41 @@ class RemoteFunction:
 # --- in the worker --------------------------------------------------------------------------------
 
 
-def make(key: str) -> Any:
-    """Object of a spec, or what it returns for the arguments in ``key``."""
-    spec, *arguments = json.loads(key)
-    loaded = load_object(spec)
-    return loaded(*arguments) if arguments else loaded
-
-
 class Functions:
     """Loads reward functions and calls them."""
 
     def __init__(self) -> None:
         self.functions = dict[str, Any]()
 
-    def load(self, key: str) -> dict[str, Any]:
+    def _function(self, key: str) -> Any:
+        if key not in self.functions:
+            spec, *arguments = json.loads(key)
+            loaded = load_object(spec)
+            self.functions[key] = loaded(*arguments) if arguments else loaded
+        return self.functions[key]
+
+    def load(self, key: str) -> dict[str, Any] | None:
         """Load a function; return all that the trainer needs to know of it."""
-        function = self.functions[key] = make(key)
-        info: dict[str, Any] = {"source": None}
-        with suppress(TypeError, OSError):
-            path = inspect.getsourcefile(inspect.unwrap(getattr(function, "func", function)))
-            content = Path(path or "").read_bytes()
-            info["source"] = [str(path), hashlib.sha256(content).hexdigest()]
+        function = self._function(key)
         try:
             parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError):
-            return info  # the error is raised in the trainer
+            return None  # the error is raised in the trainer
         if inspect.isclass(function) or isinstance(getattr(function, "name", None), str):
-            return info
+            return None
         names = ("timeout_s", "step_separator", "scores_turns", "memory_bytes")
+        attributes = {n: getattr(function, n) for n in names if hasattr(function, n)}
         calls = (function, type(function).__call__)
-        return info | {
+        attributes["is_async"] = any(map(inspect.iscoroutinefunction, calls))
+        return {
             "name": function_name(function),
             "parameters": [[p.name, p.kind.name, p.default is p.empty] for p in parameters],
-            "is_async": any(map(inspect.iscoroutinefunction, calls)),
-            "attributes": {n: getattr(function, n) for n in names if hasattr(function, n)},
+            "attributes": attributes,
             "has_check": hasattr(function, "check"),
         }
 
     def check(self, key: str, columns: list[str]) -> None:
-        self.functions[key].check(columns)
+        self._function(key).check(columns)
 
     async def score(
         self, key: str, arguments: dict[str, Any], logs: list[str], device: int | None
@@ -202,7 +175,7 @@ class Functions:
             torch.set_grad_enabled(False)
             if device is not None:
                 torch.cuda.set_device(device)
-        returned = self.functions[key](**arguments)
+        returned = self._function(key)(**arguments)
         if inspect.isawaitable(returned):
             returned = await returned
         return {
@@ -217,13 +190,13 @@ def _plain_entry(entry: Any) -> Any:
         return {"error": [entry.kind, entry.message, str(entry.identity)]}
     if isinstance(entry, int) and abs(entry) > 1 << 1023:  # JSON has no number of so many digits
         return math.copysign(math.inf, entry)
-    kind = type(entry).__name__
-    is_bad = isinstance(entry, dict)
     try:
         encode(entry, [])
+        is_plain = not isinstance(entry, dict)
     except NotEncodable:
-        is_bad = True
-    if is_bad:
-        problem = f"returned {entry!r:.60} ({kind}); each entry is a number or None"
-        return {"error": ["exception", problem, kind]}
-    return entry
+        is_plain = False
+    if is_plain:
+        return entry
+    kind = type(entry).__name__
+    problem = f"returned {entry!r:.60} ({kind}); each entry is a number or None"
+    return {"error": ["exception", problem, kind]}

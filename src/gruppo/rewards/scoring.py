@@ -288,8 +288,8 @@ class RewardSet:
 def _checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:
     weights = (1.0,) * count if weights is None else weights
     if len(weights) != count or not all(map(math.isfinite, weights)):
-        raise GruppoError(f"""got {len(weights)} reward weights for {count} rewards,
-            {list(weights)}; give one finite number each, 0 to leave a reward out, or none.""")
+        raise GruppoError(f"""got the reward weights {list(weights)} for {count} rewards; give one
+            finite number each, 0 to leave a reward out of the sum, or none.""")
     return tuple(map(float, weights))
 
 

@@ -265,22 +265,15 @@ def numbers_in(text: str) -> list[Fraction]:
     minus right after a digit, a letter or a closing bracket subtracts: 5-3 is 5 and 3. Units and %
     are ignored; a mixed number (1 1/2) is two.
     """
-    return [
-        number
-        for match in _NUMBER.finditer(_plain(text))
-        if (number := _fraction(match)) is not None
-    ]
+    fractions = map(_fraction, _NUMBER.finditer(_plain(text)))
+    return [number for number in fractions if number is not None]
 
 
 def _plain(text: str) -> str:
     """Normalize numbers: ASCII digits, no LaTeX, spaces around a minus that subtracts."""
-    text = (
-        text.translate(_PLAIN)
-        .replace("{,}", ",")
-        .replace("\\,", "")
-        .replace("\\$", "$")
-        .replace("\\%", "%")
-    )
+    text = text.translate(_PLAIN)
+    for old, new in (("{,}", ","), ("\\,", ""), ("\\$", "$"), ("\\%", "%")):
+        text = text.replace(old, new)
     text = _FRACTION.sub(r"\1/\2", re.sub(r"(?<=[A-Za-z0-9])(?=\\[dt]?frac)", " ", text))
     text = re.sub(r"(?<=[0-9A-Za-z)\]}])(?<![0-9][eE])-(?=[$.0-9])", " - ", text)
     return re.sub(r",(?![0-9]{3}(?![0-9]))", ", ", text)
@@ -317,22 +310,9 @@ _EVALUATES = re.compile(r"\b(eval|parse_expr|sympify)\(")
 _LEAF = (ast.Expression, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.unaryop)
 _LITERAL = (*_LEAF, ast.List, ast.Tuple)
 _FORMULA = (*_LEAF, ast.BinOp, ast.Call, ast.operator)
-_FUNCTIONS = {
-    "sin",
-    "cos",
-    "tan",
-    "exp",
-    "log",
-    "ln",
-    "sqrt",
-    "asin",
-    "acos",
-    "atan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "Abs",
-}
+_FUNCTIONS = set(
+    "sin cos tan exp log ln sqrt asin acos atan sinh cosh tanh Abs".split()  # noqa: SIM905
+)
 _LONGEST_FORMULA = 500
 
 
@@ -362,9 +342,8 @@ def reasoning_gym_score(
 def _verifier(dataset: str) -> tuple[Callable[[str | None, Any], float], str | None]:
     """Return the verifier of a data set and the evaluator, found in its source, that it passes
     answers to."""
-    verify = import_extra("reasoning_gym", "tasks", "reasoning_gym_score").get_score_answer_fn(
-        dataset
-    )
+    library = import_extra("reasoning_gym", "tasks", "reasoning_gym_score")
+    verify = library.get_score_answer_fn(dataset)
     evaluator = _EVALUATES.search(inspect.getsource(verify))
     return verify, evaluator and evaluator[1]
 
@@ -376,16 +355,15 @@ def is_harmless(answer: str, evaluator: str) -> bool:
     ``evaluator``: "eval" for literals, or one of sympy's parsers for formulas.
     """
     try:
-        tree = ast.parse(answer, mode="eval")
+        nodes = list(ast.walk(ast.parse(answer, mode="eval")))
     except SyntaxError:
-        return (
-            evaluator == "eval"
-        )  # eval refuses it as well; sympy's parser knows more than Python's
+        # eval refuses it as well; sympy's parser knows more than Python's
+        return evaluator == "eval"
     except (ValueError, RecursionError, MemoryError):
         return False
     if evaluator == "eval":
-        return all(isinstance(node, _LITERAL) for node in ast.walk(tree))
-    return len(answer) <= _LONGEST_FORMULA and all(map(_is_formula, ast.walk(tree)))
+        return all(isinstance(node, _LITERAL) for node in nodes)
+    return len(answer) <= _LONGEST_FORMULA and all(map(_is_formula, nodes))
 
 
 def _is_formula(node: ast.AST) -> bool:
@@ -402,9 +380,8 @@ def _is_formula(node: ast.AST) -> bool:
             # holds no power.
             parts = list(ast.walk(exponent))
             numbers = [part.value for part in parts if isinstance(part, ast.Constant)]
-            return (
-                all(isinstance(number, (int, float)) and abs(number) <= 64 for number in numbers)
-                and not any(isinstance(part, (ast.Pow, ast.Mult, ast.Call)) for part in parts)
-                and not any(isinstance(part, ast.Pow) for part in ast.walk(base))
-            )
+            is_small = all(isinstance(x, (int, float)) and abs(x) <= 64 for x in numbers)
+            deep = [part for part in parts if isinstance(part, (ast.Pow, ast.Mult, ast.Call))]
+            towers = [part for part in ast.walk(base) if isinstance(part, ast.Pow)]
+            return is_small and not deep and not towers
     return isinstance(node, _FORMULA) and not isinstance(node, (ast.LShift, ast.RShift))

@@ -577,12 +577,11 @@ def test_printed_text_counts_whole_where_a_report_arrives_in_the_middle_of_it():
     from gruppo.rewards.sandbox.supervisor import Child
 
     process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    with socket.socket() as unused:
-        child = Child(process.pid, 3, 4, unused, "nonce", range(0), room=100)
-        child._take(4, b"x" * 80)
-        child._take(3, f"nonce {LOCKED} v \n".encode())
-        assert not child.end_reason and LOCKED in child.reports
-        child._take(4, b"x" * 80)
+    child = Child(process.pid, 3, 4, -1, "nonce", range(0), room=100)
+    child._take(4, b"x" * 80)
+    child._take(3, f"nonce {LOCKED} v \n".encode())
+    assert not child.end_reason and LOCKED in child.reports
+    child._take(4, b"x" * 80)
     process.communicate()
     assert child.end_reason == "too much output"
 
@@ -613,7 +612,7 @@ def test_a_line_that_grows_is_read_in_linear_time():
     """Quadratic, 64 MB in pieces of 4 KiB would be copied 16,000 times: half a terabyte."""
     from gruppo.rewards.sandbox.supervisor import Child
 
-    child = Child(0, 0, None, None, "ab", range(1), 1 << 30)
+    child = Child(0, 0, None, -1, "ab", range(1), 1 << 30)
     child._take(0, b"ab 0 v ")
     for _ in range(1 << 14):
         child._take(0, b"x" * 4096)

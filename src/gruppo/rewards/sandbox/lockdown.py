@@ -83,17 +83,13 @@ class Lockdown:
             os.close(fd)
 
     def watch_threads(self, sender: _socket.socket) -> None:
-        """Make this process ask before each new thread; send the descriptor for ``answer_clone``.
-
-        Nothing is sent if there is none: in a container whose runtime listens itself.
-        """
+        """Make this process ask before each new thread; send the descriptor for
+        ``answer_clone``."""
         _call(libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        with contextlib.suppress(OSError):
-            listener = _call(
-                libc.syscall, self._seccomp, _SET_FILTER, _NEW_LISTENER, self._watch[0]
-            )
-            descriptor = struct.pack("i", listener)
-            sender.sendmsg([b"1"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptor)])
+        flags = (_SET_FILTER, _NEW_LISTENER)
+        listener = _call(libc.syscall, self._seccomp, *flags, self._watch[0])
+        descriptor = struct.pack("i", listener)
+        sender.sendmsg([b"1"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptor)])
 
     def apply(self, *, memory: int, cpu_s: int) -> None:
         """Confine this process. ``memory``: bytes of address space. ``cpu_s``: a last limit, for

@@ -21,7 +21,6 @@ import select
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -110,8 +109,7 @@ def _serve(lockdown: Lockdown) -> None:
     try:
         answer = _run(json.loads(line), lockdown)
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        answer = {"refused": f"{describe(error)} ({frame.filename}:{frame.lineno})"}
+        answer = {"refused": describe(error)}
     print(json.dumps(answer), flush=True)
     os._exit(0)
 
@@ -184,9 +182,10 @@ def _ending(status: int) -> str:
 class Child:
     """A confined process: collects its reports and enforces its limits.
 
-    ``output``: descriptor of what a script prints. ``listener``: gets the descriptor that asks
-    before each new thread. ``cases``: numbers of reports that are accepted. ``room``: bytes that
-    its reports and its output may still have. ``spent``: time of the program's earlier processes.
+    ``output``: descriptor of what a script prints. ``asks``: one that asks before each new thread;
+    -1 if there is none, since the process has ended. ``cases``: numbers of reports that are
+    accepted. ``room``: bytes that its reports and its output may still have. ``spent``: time of the
+    program's earlier processes.
     """
 
     def __init__(
@@ -194,13 +193,13 @@ class Child:
         pid: int,
         channel: int,
         output: int | None,
-        listener: _socket.socket,
+        asks: int,
         nonce: str,
         cases: range,
         room: int,
         spent: Sequence[float] = _NO_TIME,
     ) -> None:
-        self.pid, self.channel, self.output, self.listener = pid, channel, output, listener
+        self.pid, self.channel, self.output, self.asks = pid, channel, output, asks
         self.nonce, self.cases, self.room, self.spent = nonce.encode(), cases, room, spent
         self.reports: dict[int, tuple[str, str]] = {}  # by case: v or e, and the text
         self.printed = bytearray()
@@ -217,10 +216,11 @@ class Child:
 
         Seconds of the processor, or asleep: ``case_s`` for a case, ``program_s`` for all of them.
         """
-        ended, asks = os.pidfd_open(self.pid), -1
+        ended, asks = os.pidfd_open(self.pid), self.asks
         pipes = {self.channel} if self.output is None else {self.channel, self.output}
         poll = select.poll()
-        for fd in (*pipes, ended):
+        descriptors = [fd for fd in (*pipes, ended, asks) if fd >= 0]
+        for fd in descriptors:
             poll.register(fd, select.POLLIN)
         poll.register(ASKER, 0)  # tells when the other end is closed, and nothing else
         is_alive, case_began, reported = True, self.spent, 0
@@ -236,29 +236,14 @@ class Child:
             self._measure()
             if len(self.reports) > reported:
                 case_began, reported = self.spent, len(self.reports)
-            if asks < 0 and LOCKED in self.reports:  # it has sent the descriptor, or has none
-                asks = self._receive_descriptor()
-                if asks >= 0:
-                    poll.register(asks, select.POLLIN)
             if ready.get(asks, 0) & select.POLLIN:
                 answer_clone(asks, is_allowed=len(self._threads) < MOST_THREADS)
             case_spent = map(operator.sub, self.spent, case_began)
             if is_alive and (max(self.spent) > program_s or max(case_spent) > case_s):
                 self._kill("time")
-            if len(self._threads) > MOST_THREADS:  # where no descriptor can ask
-                self._kill("too many threads")
-        for fd in (*pipes, ended, asks):
-            if fd >= 0:
-                os.close(fd)
-        self.listener.close()
+        for fd in descriptors:
+            os.close(fd)
         self.status = os.waitpid(self.pid, 0)[1]
-
-    def _receive_descriptor(self) -> int:
-        space = _socket.CMSG_SPACE(4)
-        with contextlib.suppress(BlockingIOError):
-            for *_, data in self.listener.recvmsg(1, space, _socket.MSG_DONTWAIT)[1]:
-                return int.from_bytes(data, "little")
-        return -1
 
     def _drain(self, fd: int) -> bool:
         """Read what is there. Returns whether the other end is open."""
@@ -368,13 +353,16 @@ def _start(
         finally:
             os._exit(1)  # whatever happened: it must not go on as a free process
     sender.close()
+    received = listener.recvmsg(1, _socket.CMSG_SPACE(4))[1]  # nothing if it has ended
+    asks = int.from_bytes(received[0][2], "little") if received else -1
+    listener.close()
     for fd in {*streams, null}:
         os.close(fd)
     for end in (channel, output):
         if end is not None:
             os.set_blocking(end, False)
     cases = range(0) if is_script else range(len(request["cases"]))
-    return Child(pid, channel, output, listener, nonce, cases, room, spent)
+    return Child(pid, channel, output, asks, nonce, cases, room, spent)
 
 
 def _confine(
