@@ -41,8 +41,7 @@ VARIANTS = {
 """Options of each variant: lag, correction."""
 COLUMNS = {
     "step s": "time/step_s",
-    "trainer waits": "time/trainer_wait_s",
-    "sampler waits": "time/sampler_wait_s",
+    "trainer waits": "time/rollout_s",
     "lag": "lag/mean",
     "ESS": "correction/ess_frac",
 }

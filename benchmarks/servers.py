@@ -25,7 +25,6 @@ PARTS = {
     "rollout": "time/rollout_s",
     "update": "time/update_s",
     "publish": "time/sync_s",
-    "check": "time/weight_check_s",
 }
 
 

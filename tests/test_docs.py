@@ -381,7 +381,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     rows = [row for config in every for row in read_metrics(api.start(config).folder)]
     server.close()
     of_programs = {f"reward_metric/{name}" for name in code_metrics([ProgramScore(1, 1)])}
-    of_servers = {"engine/error_nats", "engine/update_nats", "time/weight_check_s"}
+    of_servers = {"engine/error_nats"}
     return {name for row in rows for name in row} - {"step"} | of_programs | of_servers
 
 

@@ -567,9 +567,6 @@ def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
     if not missing and run.state.evaluations:
         commands.append((f"{gruppo} eval {folder}", "evaluate it again"))
     commands.append((f"{gruppo} doctor {folder}", "check its metrics for problems"))
-    if not missing:
-        command = f"{gruppo} train {shlex.quote(str(path / 'config.json'))}"
-        commands.append((command, "train again, with other options"))
     return tuple(commands)
 
 
@@ -583,13 +580,9 @@ def prompt_to_type(run: Run) -> str:
     return lines[0][:MAX_PROMPT] if lines and lines[0].isprintable() else ""
 
 
-def explain(config: Config, *, gpus: int = 1, trust_run: bool = False) -> list[str]:
+def explain(config: Config, *, trust_run: bool = False) -> list[str]:
     """Describe what training would do, without training: objective, stages, work, memory, one
-    prompt and its reward.
-
-    ``gpus``: the number of ranks, for an estimate of the memory of each with weights sharded by
-    ``distributed.shard``.
-    """
+    prompt and its reward."""
     config = with_own_environment(config)
     validate(config, Parts())
     settings = serialization.to_dict(config)
@@ -597,11 +590,8 @@ def explain(config: Config, *, gpus: int = 1, trust_run: bool = False) -> list[s
     for place, names in models.items():
         trust.check(place, names, trust_run=trust_run)
     with importing([*trust.imports(settings), *chain(*models.values())]):
-        here = config.without_servers  # they need not run yet
-        run = build(here, Parts())[0]
-        return dry_run.explain(
-            run, gpus=gpus, samples_here=here is config, is_colocated=config.engine.colocated
-        )
+        run, _ = build(config.without_servers, Parts())  # they need not run yet
+        return dry_run.explain(run, config)
 
 
 # --- ranks ----------------------------------------------------------------------------------------

@@ -75,8 +75,16 @@ PROMPTS_CHECKED, PROMPTS_PROBED = 2, 128
 """Prompts with which a policy or an engine from outside is checked."""
 
 
-PARTS = ("model", "data", "reward", "environment", "tools", "engine", "validation")
-"""Arguments that may be Python objects in place of the config's names."""
+PARTS = {
+    "model": ("model",),
+    "data": ("data",),
+    "reward": ("reward",),
+    "environment": ("environment.kind", "environment.reply"),
+    "tools": ("environment.tools",),
+    "engine": ("engine.kind",),
+    "validation": ("evaluation.data",),
+}
+"""Arguments that may be Python objects in place of the config's names, with their options."""
 
 
 @dataclass(frozen=True)
@@ -129,45 +137,38 @@ class Parts:
         rewards = reward if reward is None or isinstance(reward, list | tuple) else [reward]
         return cls(model, data, rewards, environment, tools, engine, validation)
 
+    def by_argument(self) -> dict[str, Any]:
+        return dict(zip(PARTS, vars(self).values(), strict=True))
+
     def config_entries(self) -> dict[str, Any]:
         """Return the entries of a config that hold the names of these parts."""
-        # a function replies; a class or an adapter's name is a kind
-        is_kind = isinstance(self.environment, str) or is_class(self.environment)
-        entries = {
-            "model": self.model,
-            "data": self.data,
-            "reward": self.rewards,
-            "environment.kind" if is_kind else "environment.reply": self.environment,
-            "environment.tools": self.tools,
-            "engine.kind": self.engine,
-            "evaluation.data": self.validation,
-        }
-        names: dict[str, Any] = {}
-        for option, entry in entries.items():
-            if entry is not None:
-                is_list = option in ("reward", "environment.tools")
-                names[option] = [*map(name_of, entry)] if is_list else name_of(entry)
+        entries: dict[str, Any] = {}
+        for argument, given in self.by_argument().items():
+            option = PARTS[argument][0]
+            if argument == "environment" and not (isinstance(given, str) or is_class(given)):
+                option = "environment.reply"  # a function replies; a class has a kind
+            if given is not None:
+                is_list = argument in ("reward", "tools")
+                entries[option] = [*map(name_of, given)] if is_list else name_of(given)
         if self.rewards and not any(isinstance(reward, str) for reward in self.rewards):
             # on the command line too they are then called in the trainer's process, whose random
             # state is saved
-            names["scoring.isolate"] = False
-        return names
+            entries["scoring.isolate"] = False
+        return entries
 
 
-def missing_parts(config: Config, parts: Parts) -> list[str]:
-    """Return the names of parts that the config had as Python objects and that are not given."""
-    chosen = config.environment
-    named = (
-        ([config.model], parts.model),
-        ([config.data], parts.data),
-        (config.reward, parts.rewards),
-        ([chosen.kind, chosen.reply], parts.environment),
-        (chosen.tools, parts.tools),
-        ([config.engine.kind], parts.engine),
-        ([config.evaluation.data], parts.validation),
-    )
-    pairs = zip(PARTS, named, strict=True)
-    return [name for name, (names, part) in pairs if IN_MEMORY in names and part is None]
+def missing_parts(config: Config, parts: Parts) -> dict[str, str]:
+    """Return the parts that the config had as Python objects and that are not given, each with its
+    option."""
+    leaves = options(config)
+    missing = {}
+    for argument, given in parts.by_argument().items():
+        for option in PARTS[argument]:
+            value = leaves[option].value
+            is_object = IN_MEMORY in value if isinstance(value, tuple) else value == IN_MEMORY
+            if is_object and given is None:
+                missing[argument] = option.removesuffix(".kind")
+    return missing
 
 
 def validate(config: Config, parts: Parts) -> None:
@@ -176,16 +177,10 @@ def validate(config: Config, parts: Parts) -> None:
     with importing(trust.imports([serialization.to_dict(config), parts.names])):
         checks.check(config, _modality(config, parts))
     if missing := missing_parts(config, parts):
-        named = {
-            "environment": "environment.reply" if config.environment.reply else "environment",
-            "tools": "environment.tools",
-            "validation": "evaluation.data",
-        }
-        entries = [f"${named.get(name, name)}" for name in missing]
         raise GruppoError(
             f"""the {" and ".join(missing)} of this config came from Python objects, which a file
                 does not hold""",
-            advice=f"Set {' and '.join(entries)}",
+            advice=f"Set {' and '.join(f'${option}' for option in missing.values())}",
         )
 
 

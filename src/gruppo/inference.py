@@ -48,13 +48,9 @@ def load_policy(
     """
     name = model_of(model)
     path = Path(name)
-    # in a folder that is here, it is no hub id
-    if (
-        not names_function(name)
-        and not path.exists()
-        and path.parent != Path()
-        and path.parent.is_dir()
-    ):
+    # in a folder that is here, it is not a hub id
+    is_near = path.parent != Path() and path.parent.is_dir()
+    if is_near and not path.exists() and not names_function(name):
         raise GruppoError(
             f"there is no {path.name} in {path.parent}. Name a run's folder or a model that is "
             f"there."
@@ -80,9 +76,8 @@ def evaluate_run(
     ``samples``: completions per prompt beside the greedy one, for mean@k and pass@k.
     """
     check_is_run(path)
-    first = serialization.load(
-        path / "config.json"
-    ).without_servers  # they hold other weights by now, or are gone
+    # servers hold other weights by now, or are gone
+    first = serialization.load(path / "config.json").without_servers
     code = trust.imports_of_run(serialization.to_dict(first), path)
     if prompts < 1:
         raise GruppoError(f"--prompts {prompts} leaves nothing to evaluate; it needs at least 1.")
@@ -91,10 +86,8 @@ def evaluate_run(
             {command_name()} sample {path}""")
     config = _evaluated(first, path, prompts=prompts, data=data, samples=samples)
     if missing := missing_parts(config, Parts()):
-        raise GruppoError(
-            f"this run's {' and '.join(missing)} came from Python objects, which a file does not "
-            f"hold."
-        )
+        raise GruppoError(f"""this run's {" and ".join(missing)} came from Python objects, which a
+            file does not hold.""")
     with trust.opening(
         path, code, typed=data, trust_run=trust_run, trust_remote_code=trust_remote_code
     ):
@@ -117,11 +110,8 @@ def evaluate_run(
 def _evaluated(config: Config, path: Path, *, prompts: int, data: str, samples: int) -> Config:
     """The config of a run to evaluate, without what training needs: no reference, critic or
     optimizer state takes memory, and all held-out prompts are read."""
-    chosen = replace(
-        config.evaluation, prompts=prompts, data=data or config.evaluation.data, samples=samples
-    )
-    # a saved model has its chat template, whose file may be gone
-    texts = replace(config.prompts, chat_template="")
+    chosen = config.evaluation
+    data = data or chosen.data
     return replace(
         config,
         stage=Stage(),
@@ -130,8 +120,9 @@ def _evaluated(config: Config, path: Path, *, prompts: int, data: str, samples: 
         objective=Objective(),
         model=model_of(path),
         data=data or config.data,
-        evaluation=chosen,
-        prompts=texts,
+        evaluation=replace(chosen, prompts=prompts, data=data, samples=samples),
+        # a saved model has its chat template, whose file may be gone
+        prompts=replace(config.prompts, chat_template=""),
     )
 
 
@@ -164,38 +155,35 @@ def sample(
         written = replace(Config().prompts, chat_template_kwargs=chat_template_kwargs)
         part(policy, PromptMixin).configure_prompts(written)
     sampling = _sampling(policy, Path(model), temperature, max_new_tokens)
+    encoding = part(policy, PromptMixin)
     requests = []
     for index, text in enumerate(prompts):
-        prompt = Prompt(
-            str(index),
-            part(policy, PromptMixin).parse_prompt(text, is_plain=is_plain, read_image=read_image),
-            draw=index,
-        )
+        inputs = encoding.parse_prompt(text, is_plain=is_plain, read_image=read_image)
+        prompt = Prompt(str(index), inputs, draw=index)
         if why := policy.check_prompt(prompt, sampling):
             raise GruppoError(why)
         requests.append(Request(prompt, n))
-    rendered: list[Any] = []
-    # images one prompt at a time: they may differ in size, and Rollouts.cat pads columns alone
-    for batch in [[request] for request in requests] if display.renders_images else [requests]:
-        rollouts = policy.sample(batch, sampling, seed=seed)
-        rendered += [display.render(rollouts, row) for row in range(len(rollouts))]
+    samples: list[list[Any]] = []
+    for request in requests:  # one at a time: images may differ in size
+        rollouts = policy.sample([request], sampling, seed=seed)
+        samples.append([display.render(rollouts, row) for row in range(n)])
+    if display.renders_images:
+        return _written(samples, prompts, requests, folder)
     # of a conversation, the last message
-    rendered = [each[-1]["content"] if isinstance(each, list) else each for each in rendered]
-    rendered = [rendered[i : i + n] for i in range(0, len(rendered), n)]
-    return _written(rendered, prompts, requests, folder) if display.renders_images else rendered
+    return [[x[-1]["content"] if isinstance(x, list) else x for x in row] for row in samples]
 
 
 def _sampling(policy: Policy, model: Path, temperature: float, max_new_tokens: int) -> Any:
     """Sampling as in the training of a run's model, at this temperature."""
-    sampling: Any = Sampling(temperature=temperature, max_actions=max_new_tokens)
     is_run = all((model / name).is_file() for name in ("config.json", "manifest.json"))
     has_images = part(policy, DescriptionMixin).renders_images
     if not has_images and not is_run:
-        return sampling
+        return Sampling(temperature=temperature, max_actions=max_new_tokens)
     config = serialization.load(model / "config.json") if is_run else Config()
-    trained = policy.modality.sampling(config, policy)
-    sampling = policy.check_sampling(policy.modality.inference_sampling(trained, temperature))
-    if policy.modality.has_lengths and not has_images:
+    modality = policy.modality
+    sampling = modality.inference_sampling(modality.sampling(config, policy), temperature)
+    sampling = policy.check_sampling(sampling)
+    if modality.has_lengths and not has_images:
         return replace(sampling, max_actions=max_new_tokens)
     return sampling
 

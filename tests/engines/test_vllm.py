@@ -21,6 +21,7 @@ from tests.loopback import LoopbackHandler, LoopbackServer
 
 from gruppo import api
 from gruppo.engines.vllm import VllmEngine, client, publish
+from gruppo.engines.vllm import engine as engine_module
 from gruppo.environments import ConversationEngine, Environment
 from gruppo.modalities.common.lora import inject
 from gruppo.modalities.text import TextPolicy, from_pretrained
@@ -134,7 +135,9 @@ def test_a_server_is_named_after_its_weights_were_loaded_and_its_cache_cleared(e
     ]
 
 
-def test_a_server_is_never_given_more_rows_than_it_has_room_for(servers, policy, tmp_path):
+def test_a_server_is_never_given_more_rows_than_it_has_room_for(
+    servers, policy, tmp_path, monkeypatch
+):
     inflight, most = [0], [0]
     lock = threading.Lock()
 
@@ -151,7 +154,8 @@ def test_a_server_is_never_given_more_rows_than_it_has_room_for(servers, policy,
         return answer
 
     servers[0].before, servers[0].answer = before, answer
-    engine = engine_of(policy, servers[:1], tmp_path, max_inflight=4)
+    monkeypatch.setattr(engine_module, "MAX_INFLIGHT", 4)
+    engine = engine_of(policy, servers[:1], tmp_path)
     engine.sync(policy, 1)
     assert len(engine.generate(requests(2, 2, 2, 2, 2), SAMPLING, seed=0)) == 10
     assert most[0] <= 4

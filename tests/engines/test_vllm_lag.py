@@ -25,6 +25,7 @@ from tests.trainer import runs
 from gruppo import api
 from gruppo.config.schema import Config, EngineConfig
 from gruppo.engines.vllm import VllmEngine
+from gruppo.engines.vllm import engine as engine_module
 from gruppo.modalities.common.lora import inject
 from gruppo.modalities.text import TextPolicy, from_pretrained
 from gruppo.trainer.loop import check_mismatch
@@ -65,7 +66,7 @@ def overtaken(
         return rows.result()
 
 
-def test_rows_wait_for_a_server_in_the_order_of_their_draws(servers, tmp_path):
+def test_rows_wait_for_a_server_in_the_order_of_their_draws(servers, tmp_path, monkeypatch):
     """A trainer with lag waits for the earliest, and the order in which threads make their calls is
     random."""
     policy, server, draws = (
@@ -73,7 +74,8 @@ def test_rows_wait_for_a_server_in_the_order_of_their_draws(servers, tmp_path):
         servers[0],
         (9, 4, 7, 2),
     )
-    engine = engine_of(policy, [server], tmp_path, max_inflight=2)
+    monkeypatch.setattr(engine_module, "MAX_INFLIGHT", 2)
+    engine = engine_of(policy, [server], tmp_path)
     engine.sync(policy, 1)
 
     def sample(draw: int) -> tuple[int, ...]:

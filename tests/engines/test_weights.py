@@ -180,7 +180,6 @@ def test_good_servers_are_admitted_by_one_canary_and_checked_at_each_update(
         assert left_out(engine) == [False, False]
         assert metrics["engine/error_nats"] < 1e-4
         update(policy, 1e-3, version)
-    assert metrics["engine/update_nats"] > 1e-3
     assert [canaries(server) for server in servers] == [1, 1]
 
 

@@ -102,13 +102,12 @@ def test_with_real_threads_no_token_is_older_than_the_bound_and_no_draw_is_skipp
     assert runs.learned_from(trainer.folder) == list(range(8 * 4))
 
 
-def test_metrics_say_how_old_samples_are_who_waits_and_what_the_correction_leaves(lagged):
+def test_metrics_say_how_old_samples_are_and_what_the_correction_leaves(lagged):
     rows = [json.loads(line) for line in (lagged / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "lag/mean" in row]
     assert [row["lag/max"] for row in rows] == [0, 1, 2, 2, 2, 2]
     for row in rows:
         assert 0 <= row["lag/mean"] <= row["lag/max"]
-        assert row["time/trainer_wait_s"] >= 0 and row["time/sampler_wait_s"] >= 0
         assert 0 < row["correction/ess_frac"] <= 1 + 1e-9
     assert (
         rows[0]["correction/ess_frac"] == pytest.approx(1, abs=1e-6)

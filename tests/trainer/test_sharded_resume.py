@@ -15,10 +15,8 @@ import torch
 from tests import processes, tiny
 from tests.trainer.runs import assert_same, begin_or_go_on, metrics, newest, weights
 
-from gruppo import api
 from gruppo.config import serialization
 from gruppo.inference import load_policy
-from gruppo.types import GruppoError
 
 FULL: dict[str, Any] = {
     "reward": [f"{Path(__file__).resolve()}:noisy_and_stopping"],
@@ -109,37 +107,3 @@ def test_what_two_ranks_have_begun_is_gone_on_with_by_four_and_by_one(tmp_path):
         [p.detach().flatten() for p in load_policy(tmp_path / "runs/four").module.parameters()]
     )
     assert opened.numel() == weights(tmp_path / "runs/four").numel()
-
-
-def refused(config: dict[str, Any]) -> None:
-    """Resume with more ranks than the run has prompts."""
-    try:
-        api.start(Path(config["runs_dir"]) / config["name"])
-    except GruppoError as error:
-        assert "samples 1 prompts per step, too few for 2 ranks. Resume it on at most 1" in str(
-            error
-        )
-        return
-    raise AssertionError("it was not refused")
-
-
-def test_a_world_size_that_leaves_ranks_without_a_prompt_cannot_resume_a_run(tmp_path):
-    config = serialization.to_dict(
-        tiny.config(tmp_path, rollout__prompts=1, steps=1, evaluation__prompts=0)
-    )
-    train(config, "", "")
-    children = processes.ranks(2, refused, config, folder=tmp_path / "children")
-    assert [child.wait() for child in children] == [0, 0], children[0].err
-
-
-@pytest.mark.parametrize(
-    ("count", "on_each", "shard"), [(8, 4, "hybrid"), (8, 8, "fsdp"), (6, 4, "fsdp")]
-)
-def test_a_run_that_was_sharded_within_machines_goes_on_on_one(
-    monkeypatch, tmp_path, count, on_each, shard
-):
-    monkeypatch.setattr(api.dist, "world_size", lambda: count)
-    monkeypatch.setattr(api.sharding, "world_size", lambda: count)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_each))
-    config = tiny.config(tmp_path, distributed__shard="hybrid", rollout__prompts=8)
-    assert api.on_these_ranks(config, tmp_path).distributed.shard == shard

@@ -232,7 +232,7 @@ def explain(args: list[str]) -> None:
     config = parse_config("explain", args, trust_run=own.trust_run)
     from gruppo import api
 
-    print("\n".join(api.explain(config, gpus=own.gpus, trust_run=own.trust_run)))
+    print("\n".join(api.explain(config, trust_run=own.trust_run)))
 
 
 def doctor(

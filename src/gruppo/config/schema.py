@@ -548,8 +548,6 @@ class TrainOptions:
 class ExplainOptions:
     """Options of ``gruppo explain`` besides those of the run."""
 
-    gpus: Positive = 1
-    """Number of GPUs whose memory is estimated, with --distributed.shard."""
     names: str = ""
     """System (trl, verl, ddpo or sources) whose names are shown; trl:beta for one."""
     trust_run: bool = False

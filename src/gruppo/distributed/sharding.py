@@ -81,27 +81,26 @@ def shard(
     warnings.filterwarnings(
         "ignore", message="FSDP2-wrapped module"
     )  # of views: nothing is changed in place here
-    mesh = _mesh_of(mode, device)
-    reduce_dtype = (
-        None if compute_dtype is None else torch.promote_types(compute_dtype, torch.float32)
-    )
-    # inputs stay as they are: positions and attention biases need more digits than bfloat16 has
-    precision = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
+    reduce_dtype = None
+    if compute_dtype is not None:
+        reduce_dtype = torch.promote_types(compute_dtype, torch.float32)
     # FSDP cannot cut a single number: these stay whole on each rank, and their gradients are summed
     # like replicas'
     numbers = {parameter for parameter in module.parameters() if parameter.dim() == 0}
-    offload = (
-        CPUOffloadPolicy(pin_memory=device.type == "cuda") if is_offloaded else OffloadPolicy()
-    )
-    options = dict[str, Any](
-        mesh=mesh, mp_policy=precision, offload_policy=offload, ignored_params=numbers
-    )
+    is_pinned = device.type == "cuda"
+    options: dict[str, Any] = {
+        "mesh": _mesh_of(mode, device),
+        # inputs stay as they are: positions and attention biases need more digits than bfloat16 has
+        "mp_policy": MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(is_pinned) if is_offloaded else OffloadPolicy(),
+        "ignored_params": numbers,
+        # also the root, for its backward: kept, it would stay whole after a forward without one
+        "reshard_after_forward": True,
+    }
     try:
         for unit in blocks_of(module) if units is None else units:
-            fully_shard(unit, reshard_after_forward=True, **options)
-        # The root is gathered again for its backward: kept, it would stay whole after a forward
-        # without one.
-        root: Any = fully_shard(_Root(module), reshard_after_forward=True, **options)
+            fully_shard(unit, **options)
+        root: Any = fully_shard(_Root(module), **options)
     except (ValueError, NotImplementedError, AssertionError, RuntimeError) as error:
         raise _cannot_shard(module, " ".join(str(error).split())) from error
     vars(module)[ROOT] = root  # not a submodule: names of weights stay as they are
@@ -301,20 +300,15 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], limit: float) -> Float[Te
     """Scale gradients to a norm of at most ``limit``; return the norm before, over the shards of
     all ranks."""
     parameters = list(parameters)
-    own, sharded = (
-        [p for p in parameters if not is_sharded(p)],
-        [p for p in parameters if is_sharded(p)],
-    )
-    if not sharded:
-        return nn.utils.clip_grad_norm_(own, limit)
-    # apart: torch does not combine the two kinds
-    grads = ([p.grad for p in part if p.grad is not None] for part in (own, sharded))
-    norms = [whole(nn.utils.get_total_norm(part)) for part in grads if part]
-    total = (
-        torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
-        if norms
-        else torch.zeros(())
-    )
-    for part in (own, sharded):
-        nn.utils.clip_grads_with_norm_(part, limit, total)
+    if not any(map(is_sharded, parameters)):
+        return nn.utils.clip_grad_norm_(parameters, limit)
+    # whole and sharded ones apart: torch does not combine the two kinds
+    kinds = [[p for p in parameters if is_sharded(p) == kind] for kind in (False, True)]
+    grads = ([p.grad for p in kind if p.grad is not None] for kind in kinds)
+    norms = [whole(nn.utils.get_total_norm(kind)) for kind in grads if kind]
+    if not norms:
+        return torch.zeros(())
+    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+    for kind in kinds:
+        nn.utils.clip_grads_with_norm_(kind, limit, total)
     return total

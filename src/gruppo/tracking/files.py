@@ -193,6 +193,8 @@ class MetricsFile(Tracker):
     def close(self) -> None:
         """Write ``metrics.csv``."""
         rows = read_lines(self._path)
+        if not rows:  # the folder was deleted or moved, if there were any
+            return
         text = io.StringIO()
         columns = dict.fromkeys(["step", *(name for row in rows for name in row)])
         writer = csv.DictWriter(text, columns, lineterminator="\n")

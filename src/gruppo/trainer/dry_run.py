@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from gruppo.config.checks import group_sizes
+from gruppo.config.schema import Config
 from gruppo.config.stages import highest, learns_from_samples, stage_path
 from gruppo.core.describe import describe_objective, objective_warnings
-from gruppo.distributed.memory import WeightCounts, gathered_bytes, state_bytes
+from gruppo.distributed.memory import WeightCounts, state_bytes
 from gruppo.errors import as_flag
 from gruppo.loading import counted
 from gruppo.protocols import AdapterMixin, PromptMixin, peek
@@ -22,29 +23,24 @@ from gruppo.trainer.forward import budget_for
 from gruppo.trainer.run import Run
 from gruppo.types import Request
 
-GPUS_PER_MACHINE = 8
-"""Over which --distributed.shard hybrid shards."""
 GIB = 2**30
 ASSUMED_GPU_BYTES, RESERVED_BYTES = 80 * GIB, 3 * GIB
-"""Memory of a GPU where there is none; and for two CUDA contexts, fragments, and what a sleeping
+"""Memory of a GPU if there is none; and for two CUDA contexts, fragments, and what a sleeping
 server keeps."""
 PROMPTS_READ = 32
 """Prompts whose lengths are measured."""
 
 
-def explain(
-    run: Run, *, gpus: int = 1, samples_here: bool = True, is_colocated: bool = False
-) -> list[str]:
+def explain(run: Run, config: Config) -> list[str]:
     """Describe the objective, the work and memory of a step, and one prompt with its
     reward.
 
-    ``gpus``: the number of ranks, for an estimate of the memory of each. ``samples_here``: with the
-    model itself, not on servers; ``is_colocated``: on servers that share its GPU.
+    ``config``: of the run, which itself needs no servers.
     """
     sections = {
         "OBJECTIVE": _objective(run),
         "WORK": _work(run),
-        "MEMORY": _memory(run, gpus, samples_here, is_colocated),
+        "MEMORY": _memory(run, config),
         "ONE REAL PROMPT": _example(run),
         "ONE REAL DEMONSTRATION": _demonstration(run),
     }
@@ -102,19 +98,17 @@ def _work(run: Run) -> list[str]:
         ]
         batch = config.supervised.batch
         lines.append(f"supervised  {batch} demonstrations per step, in {', '.join(stages)}")
-    if base := part_of(run.policy, AdapterMixin).frozen_base():
-        trained = sum(p.numel() for p in run.policy.module.parameters() if p.requires_grad)
+    base = part_of(run.policy, AdapterMixin).frozen_base()
+    if base:
+        trained = WeightCounts.of(run.policy.module).trained
         frozen = sum(map(torch.numel, base.values()))
         lines.append(f"adapter     {trained:,} trained weights on a frozen base of {frozen:,}")
     if run.reference is not None:
         lines.append(f"reference   {_reference(run, has_base=bool(base))}")
     if run.environment is not None:
-        names = [schema["function"]["name"] for schema in run.environment.tools]
-        tools = f", tools {', '.join(names)}" if names else ""
-        turns = config.environment.turns
         lines.append(
-            f"environment {run.environment.name}: up to {turns} answers per row, with replies that "
-            f"are not learned from{tools}"
+            f"environment {run.environment.name}: up to {config.environment.turns} answers per "
+            f"row, with replies that are not learned from"
         )
     updates = config.steps * config.updates_per_batch
     lines.append(f"steps       {config.steps}, optimizer steps {updates}")
@@ -139,84 +133,53 @@ def _reference(run: Run, *, has_base: bool) -> str:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def memory_estimate(
-    run: Run, budget: int, *, gpus: int = 1, samples_here: bool = True
-) -> tuple[dict[str, float], float]:
-    """Estimated bytes of a rank at the peak of a step, by part, and of all that it holds between
-    steps.
-
-    From the model's shape: nothing has been measured. ``budget``: units of a micro-batch.
-    """
-    config, policy = run.config, run.policy
-    adapters = part_of(policy, AdapterMixin)
-    shards = gpus if config.distributed.shard != "none" else 1
-    if config.distributed.shard == "hybrid":
-        shards = min(gpus, GPUS_PER_MACHINE)
-    width = policy.compute_dtype.itemsize
-    counts = WeightCounts.of(policy.module)
-    base_bytes = float(sum(tensor.nbytes for tensor in adapters.frozen_base().values()))
-    own = width * (counts.trained if base_bytes else counts.total)
-    parts: dict[str, float] = state_bytes(
-        counts,
-        shards=shards,
-        base_bytes=base_bytes,
-        critic_trained=sum(p.numel() for p in run.parameters) - counts.trained,
-    )
-    is_4_bit = bool(base_bytes) and config.lora.load_in_4bit
-    if base_bytes:
-        parts = {f"base, {'4 bits' if is_4_bit else config.compute}": parts.pop("base"), **parts}
-    # sharded weights are cast as they are gathered
-    if policy.compute_module is not policy.module and shards == 1:
-        parts[f"compute copy, {config.compute}"] = float(own)
-    for network in (run.reference, run.critic):
-        if network is not None:
-            for name, size in network.memory_estimate(width).items():
-                parts[name] = size / shards
-    if config.distributed.offload_params and shards > 1:
-        parts = {}  # on the CPU
-    rewards = {f"reward {name}": size for name, size in run.rewards.memory_bytes.items()}
-    held = parts | rewards
-    kept = sum(size for name, size in held.items() if not name.startswith("gradients"))
-    parts |= gathered_bytes(
-        counts, shards=shards, compute_bytes=width, block_bytes=1 if is_4_bit else 0
-    )
-    if shards > 1 and samples_here:
-        parts["whole weights to sample"] = base_bytes + own
-    return parts | rewards | _step_bytes(run, budget, gpus, samples_here), kept
-
-
-def _step_bytes(run: Run, budget: int, gpus: int, samples_here: bool) -> dict[str, float]:
-    """Activations, logits and the cache of a step."""
+def _memory(run: Run, config: Config) -> list[str]:
+    """Bytes at the peak of a step in one process, by part. From the model's shape: nothing has been
+    measured."""
+    prompts = peek(run.source, PROMPTS_READ)
+    budget = budget_for(run, run.memory.longest_prompt(prompts))
+    held = held_bytes(run)
     rollout = run.config.rollout
     largest = dynamic_sampling.max_group_size(rollout, max(group_sizes(run.config)))
-    prompts = peek(run.source, PROMPTS_READ)
-    parts = dict(run.memory.memory_estimate(run.config, prompts, budget, largest))
+    parts = held | dict(run.memory.memory_estimate(run.config, prompts, budget, largest))
     # A critic's activations are made after the policy's are gone: those of a larger network need
     # the difference more.
     if run.critic is not None and run.critic.bytes_per_unit() > run.memory.bytes_per_unit():
         more = run.critic.bytes_per_unit() - run.memory.bytes_per_unit()
-        parts = {"critic's activations": more * budget, **parts}
-    cache = parts.pop("cache while sampling", None)
-    if cache is not None and samples_here:  # each rank samples its share of the prompts, rounded up
-        parts["cache while sampling"] = cache * math.ceil(rollout.prompts / gpus) / rollout.prompts
-    return parts
-
-
-def _memory(
-    run: Run, gpus: int = 1, samples_here: bool = True, is_colocated: bool = False
-) -> list[str]:
-    budget = budget_for(run, run.memory.longest_prompt(peek(run.source, PROMPTS_READ)))
-    parts, kept = memory_estimate(run, budget, gpus=gpus, samples_here=samples_here)
+        parts["critic's activations"] = more * budget
+    if config.engine.kind == "vllm":
+        parts.pop("cache while sampling", None)
     total = sum(parts.values())
     unit, name = (GIB, "GiB") if total > GIB / 2 else (2**20, "MiB")
-    ranks = f" of each of {gpus} GPUs" if gpus > 1 else ""
-    lines = [f"an estimate{ranks} with micro-batches of {budget:,} {run.memory.budget_name}"]
+    lines = [f"an estimate with micro-batches of {budget:,} {run.memory.budget_name}"]
     rows = {**parts, "total": total}
     lines += [f"{part:<24} {size / unit:6.2f} {name}" for part, size in rows.items()]
-    if is_colocated:
+    if config.engine.colocated:
+        kept = sum(size for part, size in held.items() if not part.startswith("gradients"))
         weights = run.policy.compute_dtype.itemsize * WeightCounts.of(run.policy.module).total
         lines += _split(kept, total, weights)
     return lines
+
+
+def held_bytes(run: Run) -> dict[str, float]:
+    """Bytes that a process holds between steps, by part, with the gradients."""
+    policy = run.policy
+    width = policy.compute_dtype.itemsize
+    counts = WeightCounts.of(policy.module)
+    base = part_of(policy, AdapterMixin).frozen_base()
+    parts = state_bytes(
+        counts,
+        shards=1,
+        base_bytes=float(sum(tensor.nbytes for tensor in base.values())),
+        critic_trained=sum(p.numel() for p in run.parameters) - counts.trained,
+    )
+    if policy.compute_module is not policy.module:
+        own = counts.trained if base else counts.total
+        parts[f"compute copy, {run.config.compute}"] = float(width * own)
+    for network in (run.reference, run.critic):
+        if network is not None:
+            parts |= network.memory_estimate(width)
+    return parts | {f"reward {name}": size for name, size in run.rewards.memory_bytes.items()}
 
 
 def _split(kept: float, peak: float, weights: float) -> list[str]:
@@ -243,9 +206,6 @@ def _example(run: Run) -> list[str]:
     if (encoded := part_of(run.policy, PromptMixin).format_prompt(prompt)) is not None:
         lines.append(f"as tokens   {encoded}")
     lines.append(f"target      {shown(prompt.target)}")
-    if prompt.meta and not isinstance(prompt.inputs, str | list | tuple):
-        columns = ", ".join(f"{name} {shown(value)}" for name, value in prompt.meta.items())
-        lines.append(f"columns     {columns}")
     if not run.rewards.names:
         return lines
     rollouts = run.engine.generate([Request(prompt, 1)], run.sampling, seed=run.config.seed)

@@ -94,10 +94,6 @@ class PrefetchEngine(Engine):
         """Publishes between the weights that chose each action and those of the step."""
         self._stale = 0
         """Groups that were sampled again since they were beyond the bound."""
-        self._wait_s = self._idle_s = 0.0
-        """Seconds in which the trainer waited for samples, and in which nothing was being
-        sampled."""
-        self._idle_since: float | None = time.perf_counter()
 
     @classmethod
     def attach(cls, run: Run, folder: Path) -> None:
@@ -175,7 +171,6 @@ class PrefetchEngine(Engine):
         if any(id(request.prompt) not in taken for request in requests):  # of an evaluation
             with self._calls:
                 return self.engine.generate(requests, sampling, seed=seed)
-        began = time.perf_counter()
         with self._changed:
             groups = [self._requested(request, sampling) for request in requests]
             self._changed.notify_all()
@@ -183,7 +178,6 @@ class PrefetchEngine(Engine):
                 if self._error is not None:
                     raise self._error
                 self._changed.wait(1.0)
-        self._wait_s += time.perf_counter() - began
         rollouts = Rollouts.cat([one.rollouts for one in groups if one.rollouts is not None])
         versions = rollouts.policy_version[rollouts.mask]  # [chosen actions]
         self._lags.append(self.run.state.version - versions)
@@ -221,34 +215,21 @@ class PrefetchEngine(Engine):
         return self.engine.progress()
 
     def metrics(self) -> dict[str, float]:
-        """Metrics since the last call: lags, groups that were sampled again, and how long each side
-        waited."""
+        """Metrics since the last call: lags, and groups that were sampled again."""
         metrics = dict(self.engine.metrics())
         if not self._lags:  # on no rank was anything sampled
             return metrics
         with self._changed:
-            self._end_idle()
-            if not self.slots.running:
-                self._idle_since = time.perf_counter()
             stats = {"lag": Stat.of(torch.cat(self._lags))}
-            for name in ("_stale", "_wait_s", "_idle_s"):
-                stats[name] = Stat.of(torch.tensor([float(getattr(self, name))]))
+            stats["stale"] = Stat.of(torch.tensor([float(self._stale)]))
             self._lags = []
             self._stale = 0
-            self._wait_s = self._idle_s = 0.0
         stats = dist.merge_stats(stats)
         metrics["lag/mean"] = stats["lag"].mean
         # rows of errors have no action
         metrics["lag/max"] = stats["lag"].max if stats["lag"].count else math.nan
-        metrics["lag/stale_groups_count"] = stats["_stale"].sum
-        metrics["time/trainer_wait_s"] = stats["_wait_s"].mean
-        metrics["time/sampler_wait_s"] = stats["_idle_s"].mean
+        metrics["lag/stale_groups_count"] = stats["stale"].sum
         return metrics
-
-    def _end_idle(self) -> None:
-        if self._idle_since is not None:
-            self._idle_s += time.perf_counter() - self._idle_since
-            self._idle_since = None
 
     # --- samples of a step ---
 
@@ -357,7 +338,6 @@ class PrefetchEngine(Engine):
                 if self._is_closed:
                     return
                 groups = self.slots.start(self._chunk)
-                self._end_idle()
             found: Mapping[tuple[str, int], Rollouts] = {}
             problem: BaseException | None = None
             try:
@@ -373,8 +353,6 @@ class PrefetchEngine(Engine):
                     self._record(groups)
                 except BaseException as error:
                     problem = error
-                if not self.slots.running:
-                    self._idle_since = time.perf_counter()
                 if self._error is None or isinstance(self._error, EngineLost):
                     self._error = problem or self._error
                 self._changed.notify_all()

@@ -222,15 +222,14 @@ class RunFolder:
         loaded = {"model": saved.weights, "critic": saved.critic}
         for what, found in loaded.items():
             if (weights[what] is None) != (found is None):
-                one = "a" if found else "no"
-                raise ValueError(f"it has {one} {what}, unlike this run")
+                raise ValueError(f"it has {'a' if found else 'no'} {what}, unlike this run")
             own, theirs = _shapes(weights[what]), _shapes(found)
-            for name in sorted(own.keys() | theirs.keys()):
-                if own.get(name) != theirs.get(name):
-                    raise ValueError(
-                        f"the shape of {name} in its {what} is {theirs.get(name)}, and "
-                        f"{own.get(name)} in this run's"
-                    )
+            if different := sorted(own.items() ^ theirs.items()):
+                name = different[0][0]
+                raise ValueError(
+                    f"the shape of {name} in its {what} is {theirs.get(name)}, and "
+                    f"{own.get(name)} in this run's"
+                )
         with torch.no_grad():
             for what, found in loaded.items():
                 for name, tensor in (found or {}).items():
@@ -315,27 +314,21 @@ class RunFolder:
         Never with a model whose weights are not those that the run began with: the reference is a
         copy of them, and a model given in memory may have been trained since.
         """
-        if not dist.is_main():
+        # without a checkpoint, the run begins again, with the present setup
+        if not dist.is_main() or not checkpoint.steps(self.checkpoints):
             return
         file = self.path / "manifest.json"
         present = _setup(run, model_source)
-        changing: list[str] = []
-        other: list[str] = []
-        # without a checkpoint, the run begins again, with the present setup
-        is_begun = bool(checkpoint.steps(self.checkpoints))
         try:
             manifest = read_json(file)
             first_weights = manifest["first_weights_sha256"]
             reference = manifest["reference_sha256"]
-            if is_begun:
-                changing, other = _differences(manifest, present, run.policy.device.type)
+            changing, other = _differences(manifest, present, run.policy.device.type)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            if is_begun:  # a run killed before its manifest was written has none
-                log.warning(
-                    "%s is missing or damaged: whether code and versions have changed is not "
-                    "known.",
-                    file,
-                )
+            log.warning(
+                "%s is missing or damaged: whether code and versions have changed is not known.",
+                file,
+            )
             return
         if first_weights not in (None, _first_weights(run)):
             raise GruppoError(f"""the model {run.config.model} is not the one that {self.path} began
@@ -381,8 +374,8 @@ def _stop_log(handler: logging.Handler) -> None:
         handler.close()
 
 
-def _shapes(tensors: Mapping[str, torch.Tensor] | None) -> dict[str, list[int]]:
-    return {name: [*tensor.shape] for name, tensor in (tensors or {}).items()}
+def _shapes(tensors: Mapping[str, torch.Tensor] | None) -> dict[str, str]:
+    return {name: str([*tensor.shape]) for name, tensor in (tensors or {}).items()}
 
 
 def _check_base(run: Run, saved: str | None) -> None:
@@ -520,16 +513,16 @@ def _differences(
     other: list[str] = []
     if manifest["model"].get("sha256") != present["model"].get("sha256"):
         other.append(f"the file of the model {present['model']['name']} has changed")
-    for name, value in (present["versions"] | present["hardware"]).items():
-        saved = (manifest["versions"] | manifest["hardware"]).get(name)
-        if saved == value:
-            continue
-        if name in ("gruppo", "torch"):
-            changing.append(f"{name} was {saved} and is {value}")
-        elif name == "threads" and device == "cpu":  # sums are divided among them
-            changing.append(f"threads was {saved} and is {value} (set OMP_NUM_THREADS={saved})")
-        else:
-            other.append(f"{name} was {saved} and is {value}")
+    now = present["versions"] | present["hardware"]
+    then = manifest["versions"] | manifest["hardware"]
+    for name, value in now.items():
+        text = f"{name} was {then.get(name)} and is {value}"
+        is_decisive = name in ("gruppo", "torch")
+        if name == "threads" and device == "cpu":  # sums are divided among them
+            text += f" (set OMP_NUM_THREADS={then.get(name)})"
+            is_decisive = True
+        if then.get(name) != value:
+            (changing if is_decisive else other).append(text)
     if manifest["world"] != present["world"]:
         other.append(f"there were {manifest['world']} ranks and are {present['world']}")
     return changing, other

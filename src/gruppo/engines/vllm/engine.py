@@ -35,6 +35,8 @@ MAX_FAILURES = 3
 each."""
 MAX_INTERVAL_S = 5.0
 """Between two counts of the tokens that a server has made; and of each count."""
+MAX_INFLIGHT = 512
+"""Rows that a server is given at a time."""
 BACK_OFF_S = 0.2
 """Before a request is repeated; doubled each time."""
 
@@ -58,14 +60,12 @@ class VllmEngine(Engine):
         checker: WeightCheck,
         is_colocated: bool = False,
         timeout_s: float = 60.0,
-        max_inflight: int = 512,
     ) -> None:
         self.policy = policy
         self.publication = Publication(folder)
         self.checker = checker
         self.is_colocated = is_colocated
         self.timeout_s = timeout_s
-        self.max_inflight = max_inflight
         self.label = ""
         # another process's labels differ: a server that an older trainer still feeds is never taken
         # for ours
@@ -95,16 +95,14 @@ class VllmEngine(Engine):
         longest row."""
         self.publication.write_folder(f"{PREFIX}probe", lambda folder: (folder / "probe").touch())
         self.publication.clear()  # of versions that an earlier process has left, too
-        with dist.fail_together():
-            if dist.is_main():
-                self.context = min(
-                    self._run(
-                        check_server(
-                            one, self.policy, tokens=tokens, is_colocated=self.is_colocated
-                        )
-                    )
-                    for one in self.replicas
-                )
+
+        async def check(replica: Replica) -> None:
+            context = await check_server(
+                replica, self.policy, tokens=tokens, is_colocated=self.is_colocated
+            )
+            self.context = min(self.context, context)
+
+        self._on_main(check, self.replicas)
         self.context = dist.gather_json(self.context)[0]
         self.checker.limit(self.context)
 
@@ -124,8 +122,7 @@ class VllmEngine(Engine):
         """What is being sampled, for the screen; "" if nothing is."""
         if not self.rows_left:
             return ""
-        servers = f"{len(self._usable())} of {len(self.replicas)} servers"
-        return f"sampling {self.rows_left} rows, {servers}"
+        return f"sampling {self.rows_left} rows on {len(self._usable())} servers"
 
     def metrics(self) -> dict[str, float]:
         """Metrics since the last call: servers in use, requests that were repeated, and the check
@@ -276,8 +273,8 @@ class VllmEngine(Engine):
             usable = [] if self._is_publishing else self._usable()
             if usable:
                 replica = min(usable, key=lambda replica: replica.inflight)
-                # a group that is larger than max_inflight starts on an idle server
-                if not replica.inflight or replica.inflight + count <= self.max_inflight:
+                # a larger group starts on an idle server
+                if not replica.inflight or replica.inflight + count <= MAX_INFLIGHT:
                     if not replica.inflight:  # how long it was idle is no sign that it hangs
                         replica.begin_work()
                     replica.inflight += count

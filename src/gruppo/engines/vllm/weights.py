@@ -14,7 +14,6 @@ vLLM 0.32 and newer also zero all parameters before a load, so that what it leav
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -104,7 +103,6 @@ class WeightCheck:
         """Servers whose log-probs of this version are not the trainer's."""
         self.sampled: dict[int, list[SampledRow]] = {}
         """Rows of servers that passed a canary at this publish, for ``check_sampled``."""
-        self.update_nats = self.seconds = 0.0
 
     def limit(self, context: int) -> None:
         """Keep requests within the servers' context."""
@@ -114,10 +112,7 @@ class WeightCheck:
 
     def publish(self, policy: Any) -> None:
         """Score the probes with the weights that are about to be published."""
-        began = time.perf_counter()
-        before, self.new = self.new, logprobs_of(policy, self.rollouts)
-        self.update_nats = _rms(self.new - before) if len(before) else 0.0
-        self.seconds = time.perf_counter() - began
+        self.new = logprobs_of(policy, self.rollouts)
         self.refused = set()
 
     @contextmanager
@@ -159,7 +154,6 @@ class WeightCheck:
     async def ask(self, replica: Replica, label: str) -> Float[Tensor, "N"]:
         """Return a server's log-probs of the probes; ServerError where its labels or its cache are
         of other weights."""
-        began = time.perf_counter()
         scores = await replica.score(self.rows)
         pairs = zip(scores, self.prompts, strict=True)
         found = [x for row, ids in pairs for x in row[len(ids) - 1 :]]
@@ -178,7 +172,6 @@ class WeightCheck:
                 await replica.sample(ids, params | {"seed": seed}, label)
                 for seed, ids in enumerate(self.prompts[:SAMPLED])
             ]
-        self.seconds += time.perf_counter() - began
         return torch.tensor(found, dtype=torch.float64)
 
     def has_passed(self, replica: Replica) -> bool:
@@ -247,15 +240,9 @@ class WeightCheck:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last publish, of the server with the largest error."""
+        """The largest error of a server at the last publish."""
         errors = [standing.error for standing in self.standings.values()]
-        if not errors:
-            return {}
-        return {
-            "time/weight_check_s": self.seconds,
-            "engine/error_nats": max(errors),
-            "engine/update_nats": self.update_nats,
-        }
+        return {"engine/error_nats": max(errors)} if errors else {}
 
 
 def _not_held(what: str, error: float, limit: float) -> ServerError:
