@@ -574,7 +574,7 @@ def prompt_to_type(run: Run) -> str:
     """The first line of a held-out prompt, or of one that was trained on; "" if it has no text."""
     prompt = next(iter(held_out(run, 1)), run.example)
     text = "" if prompt is None else prompt.inputs
-    if isinstance(text, list):  # a conversation
+    if isinstance(text, list) and all(isinstance(message, dict) for message in text):
         text = next((message["content"] for message in text if message["role"] == "user"), "")
     lines = str(text).strip().splitlines() if isinstance(text, str | int) else []
     return lines[0][:MAX_PROMPT] if lines and lines[0].isprintable() else ""
