@@ -147,7 +147,7 @@ def _memory(run: Run, config: Config) -> list[str]:
     if run.critic is not None and run.critic.bytes_per_unit() > run.memory.bytes_per_unit():
         more = run.critic.bytes_per_unit() - run.memory.bytes_per_unit()
         parts["critic's activations"] = more * budget
-    if config.engine.kind == "vllm":
+    if config.engine.urls:
         parts.pop("cache while sampling", None)
     total = sum(parts.values())
     unit, name = (GIB, "GiB") if total > GIB / 2 else (2**20, "MiB")
