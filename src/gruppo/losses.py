@@ -314,16 +314,15 @@ def _rows(
         mask = torch.ones(rewards.numel(), 1, dtype=torch.bool, device=rewards.device)
     else:
         _check(logprobs, mask)
-    rows = len(mask)
-    if (mask.ndim, rewards.numel()) != (2, rows) or rewards.ndim != (2 if group_ids is None else 1):
+    rows, dimensions = len(mask), 2 if group_ids is None else 1
+    if (mask.ndim, rewards.ndim, rewards.numel()) != (2, dimensions, rows):
         raise GruppoError(f"""rewards are {list(rewards.shape)} for {rows} rows; they need [prompts,
             group], prompt after prompt. For groups of other sizes pass rewards [{rows}] and
             group_ids [{rows}].""")
     if group_ids is None:  # prompt after prompt: a row of rewards is a group
-        ids = torch.arange(len(rewards), device=rewards.device)
-        group_ids = ids.repeat_interleave(rewards.shape[1])
-    _check(rewards.flatten(), group_ids=group_ids)
+        group_ids = torch.arange(rows, device=rewards.device) // max(rewards.shape[1], 1)
     rewards = rewards.detach().flatten()
+    _check(rewards, group_ids=group_ids)
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     return rewards, group_ids.unique(return_inverse=True)[1], mask
 

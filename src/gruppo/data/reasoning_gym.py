@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cache, lru_cache, partial
 from importlib import metadata
@@ -14,16 +13,6 @@ from gruppo.seeds import seed_at
 from gruppo.types import DataError, GruppoError, Prompt
 
 INSTRUCTION = "Give your final answer inside <answer></answer>."
-HASH_DEPENDENT = [
-    "isomorphic_strings",
-    "knight_swap",
-    "list_functions",
-    "polynomial_multiplication",
-    "ransom_note",
-    "word_ladder",
-]
-"""Tasks of reasoning-gym 0.1.25 that iterate over sets: their entries change with the process's
-hash seed."""
 
 
 def reasoning_gym(
@@ -47,10 +36,6 @@ def reasoning_gym(
     if task not in tasks:
         raise GruppoError(f"""reasoning-gym has no task {task!r}. It has {len(tasks)}, such as
             chain_sum, leg_counting and gcd.{did_you_mean(task, tasks)}""")
-    if task in HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED", "random") == "random":
-        raise GruppoError(f"""{name} makes other entries in every process, so a run could not be
-            repeated or resumed; set the environment variable PYTHONHASHSEED=0 and start again, or
-            choose another task.""")
 
     # two data sets are kept: of the epoch and of evaluations
     make = lru_cache(2)(partial(package.create_dataset, task, **task_options, size=size_per_epoch))

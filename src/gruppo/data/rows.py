@@ -51,8 +51,8 @@ def row_source(
                 f"columns."
             )
     columns = tuple(dict.fromkeys(column for row in rows for column in row))
-    for column in (prompt_column, target_column):
-        if column is not None and column not in columns:
+    for column in filter(None, (prompt_column, target_column)):
+        if column not in columns:
             raise DataError(
                 f"{name} has no column {column!r}; its columns are {', '.join(map(repr, columns))}",
                 advice=f"""Name the right one with $prompts.column or
@@ -198,21 +198,19 @@ def read_dataset(
     """
     datasets = import_extra("datasets", "data", f"reading {name}")
     path = Path(name)
-    if path.suffix in FILE_KINDS and not path.is_file():
+    kind = FILE_KINDS.get(path.suffix)
+    if kind and not path.is_file():
         raise DataError(f"there is no file {path}. Check the path.")
-    if path.is_file() and path.suffix not in FILE_KINDS:
+    if path.is_file() and not kind:
         raise DataError(f"{path} has an unknown file type; it needs {', '.join(FILE_KINDS)}.")
     try:
-        if path.is_file():
+        if kind:
             files = {split.partition("[")[0]: str(path)}
-            loaded = datasets.load_dataset(FILE_KINDS[path.suffix], data_files=files, split=split)
-        elif (path / "state.json").is_file():
-            loaded = datasets.load_from_disk(str(path))
-        elif (path / "dataset_dict.json").is_file():
-            loaded = datasets.load_from_disk(str(path))[split]
-        else:
-            loaded = datasets.load_dataset(str(name), config, split=split)
-        return list(loaded)
+            return list(datasets.load_dataset(kind, data_files=files, split=split))
+        if any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(str(path))
+            return list(saved[split] if isinstance(saved, dict) else saved)
+        return list(datasets.load_dataset(str(name), config, split=split))
     except Exception as problem:  # those of datasets, pyarrow, fsspec and httpx
         # the second line lists the configurations
         message = " ".join(str(problem).splitlines()[:2]) or "no message"

@@ -134,7 +134,8 @@ class IndexedSource:
             if state.get(name) != value:
                 raise DataError(f"""the saved position does not belong to {self.name}: {name} was
                     {state.get(name)!r}, is {value!r}. Resume with the data, seed and held-out
-                    fraction of the saved run, or start a new run.""")
+                    fraction of the saved run (some tasks of reasoning-gym need PYTHONHASHSEED=0
+                    too), or start a new run.""")
         position = state.get("cursor")
         if not isinstance(position, int) or position < 0:
             raise DataError(

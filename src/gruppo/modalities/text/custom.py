@@ -6,11 +6,8 @@ Saved weights do not say what computes with them, so ``module.json`` beside them
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
-import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -28,8 +25,6 @@ from gruppo.protocols import Policy
 from gruppo.seeds import seed_at
 from gruppo.timeouts import describe_error
 from gruppo.types import GruppoError, NumericalStop
-
-log = logging.getLogger("gruppo")
 
 WEIGHTS, SETTINGS = "model.safetensors", "module.json"
 HINT = "Return gruppo.from_module(module, tokenizer, eos_ids=[...])."
@@ -59,12 +54,10 @@ def is_custom(folder: str | Path) -> bool:
 
 @dataclass(frozen=True)
 class ModelFunction:
-    """The function that makes a model, and the hash of its file."""
+    """The function that makes a model."""
 
     made_by: str
     """``/path/to/file.py:function``, the same from any folder, or ``package.module:function``."""
-    sha256: str
-    """Of the file; "" for a module without one."""
 
     @classmethod
     def from_name(cls, name: str) -> ModelFunction:
@@ -72,20 +65,15 @@ class ModelFunction:
             raise GruppoError(f"""the model {name!r} is a Python file; a function in it makes the
                 model. Name it too, as {name}:model.""")
         load_object(name)  # refuses a name that cannot be imported
-        made_by = absolute_spec(name)
-        place = made_by.rpartition(":")[0]
-        file = place if is_file_name(place) else getattr(sys.modules[place], "__file__", None)
-        return cls(made_by, hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "")
+        return cls(absolute_spec(name))
 
     @classmethod
     def read(cls, folder: Path) -> ModelFunction:
         try:
-            entry = read_json(folder / SETTINGS)
-            return cls(str(entry["made_by"]), str(entry["sha256"]))
+            return cls(str(read_json(folder / SETTINGS)["made_by"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise GruppoError(f"""{folder / SETTINGS} cannot be read ({type(error).__name__}:
-                {error}). It needs the entries made_by and sha256, as policy.save(folder) writes
-                them.""") from None
+                {error}). It needs the entry made_by, as policy.save writes it.""") from None
 
     def write(self, folder: Path) -> None:
         (folder / SETTINGS).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -107,18 +95,10 @@ def open_custom(name: str | Path, *, seed: int = 0) -> Policy:
     try:
         with trust.opening(folder, trust.imports(source.made_by)):
             policy = _make(source.made_by, seed, folder)
-            current = ModelFunction.from_name(source.made_by)
     except GruppoError as error:
         raise type(error)(
             f"the model {folder} is made by {source.made_by}, which cannot be used: {error}"
         ) from error
-    if current.sha256 != source.sha256:
-        log.warning(
-            "the file %s has changed since the model %s was saved: the same weights may compute "
-            "something else.",
-            source.made_by.rpartition(":")[0],
-            folder,
-        )
     if isinstance(policy, TextPolicy):
         load_strictly(policy.module, weights, str(folder))
         policy.refresh(force=True)

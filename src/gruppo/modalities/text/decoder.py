@@ -56,13 +56,9 @@ def read_decoder(module: Any) -> Decoder | None:
     """
     try:
         trunk = module.base_model
-        layers, hookable = tuple(trunk.layers), [trunk, trunk.norm]
-        for layer in layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            norms = (layer.input_layernorm, layer.post_attention_layernorm)
-            hookable += [layer, attention, mlp, *norms, mlp.act_fn]
-            hookable += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        if any(isinstance(part, nn.Module) and has_hooks(part) for part in hookable):
+        layers = tuple(trunk.layers)
+        parts = [part for layer in layers for part in layer.modules()]
+        if any(has_hooks(x) for x in (trunk, trunk.norm, *parts) if not isinstance(x, nn.Linear)):
             return None
         attention = layers[0].self_attn
         head_dim = int(attention.head_dim)

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -84,14 +84,14 @@ class LayeredDecoding:
         device = owners.device
         ends = [0] * len(owners) if prefixes is None else [len(ids) for ids in prefixes]
         self.prefix_len = self.written = max(ends)
-        self.starts = self.prefix_len - torch.tensor(ends, device=device)
+        starts = self.prefix_len - torch.tensor(ends, device=device)
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         self.kept_prompts: list[list[Tensor] | None] = [None] * len(prompts)
         """Of each group, keys and values of its prompt that rows hold between turns, by layer."""
         for owner, row in zip(owners.tolist(), kept, strict=False):
             if row is not None:
                 self.kept_prompts[owner] = row.prompt
-        self._lay_out(owners)
+        self._lay_out(owners, starts)
         self.prompts = self._buffers(int(self.lengths.max()))  # [2, g, K, P, D]
         features = self._read_prompts(prompts)
         # [2, g, K, j, T, D]
@@ -105,8 +105,9 @@ class LayeredDecoding:
 
     # --- rows on the grid ---
 
-    def _lay_out(self, owners: Int[Tensor, "N"]) -> None:
-        """Assign one slot to each row, those of a group side by side."""
+    def _lay_out(self, owners: Tensor, starts: Tensor) -> None:
+        """Assign one slot to each row, those of a group side by side. ``owners`` and ``starts``
+        [N]: the group of each row, and the column of its first token after the prompt."""
         device = owners.device
         self.groups = len(self.lengths)
         sizes = owners.bincount(minlength=self.groups)
@@ -119,15 +120,15 @@ class LayeredDecoding:
         columns = torch.arange(int(self.lengths.max()), device=device)
         padding = columns >= self.lengths[:, None]
         self.padding = padding.view(self.groups, 1, 1, 1, 1, -1) if padding.any() else None
-        # column of each slot's first token after the prompt, and the position of column 0
+        # of each slot, the column of its first token, and the position of column 0
         self.first = torch.zeros(self.groups * self.width, dtype=torch.long, device=device)
-        self.first[self.slot_of_row] = self.starts
+        self.first[self.slot_of_row] = starts
         self.offset = self.lengths.repeat_interleave(self.width) - self.first
         unused = torch.arange(self.prefix_len, device=device) < self.first[:, None]
         unused = unused.view(self.groups, 1, self.width, 1, 1, -1)
         self.unused = unused if unused.any() else None
 
-    def _place(self, slot_of_row: Int[Tensor, "N"]) -> None:
+    def _place(self, slot_of_row: Tensor) -> None:
         self.slot_of_row = slot_of_row
         slots = torch.arange(self.groups * self.width, device=slot_of_row.device)
         self.is_full = torch.equal(slot_of_row, slots)
@@ -142,16 +143,14 @@ class LayeredDecoding:
         """Continue with these rows, each named once; buffers are copied when enough of the grid is
         empty."""
         self.logits = self.logits[rows]
-        self.starts = self.starts[rows]
-        slots = self.slot_of_row[rows]
-        width = self.width
+        slots, width = self.slot_of_row[rows], self.width
         if len(rows) > self.min_used_frac * self.groups * width:
             self._place(slots)
             return
         kept, owners = (slots // width).unique(return_inverse=True)
         self.lengths = self.lengths[kept]
         self.kept_prompts = [self.kept_prompts[group] for group in kept.tolist()]
-        self._lay_out(owners)
+        self._lay_out(owners, self.first[slots])
         source = torch.zeros_like(self.first)  # of each new slot, an empty one from any
         source[self.slot_of_row] = slots
         group, member = source // width, source % width
@@ -172,8 +171,9 @@ class LayeredDecoding:
     def keep(self, row: int, count: int, ids: Int[Tensor, "L"]) -> KeptRow | None:
         """Copy keys and values of a row up to its sampled token number ``count``, if there is room;
         ``ids``: all up to there."""
-        group, member = divmod(int(self.slot_of_row[row]), self.width)
-        columns = slice(int(self.starts[row]), self.prefix_len + count)
+        slot = int(self.slot_of_row[row])
+        group, member = divmod(slot, self.width)
+        columns = slice(int(self.first[slot]), self.prefix_len + count)
         suffix = [x[:, group, :, member, columns] for x in self.suffixes]
         prompt = self.kept_prompts[group]
         new = [x[:, group, :, : int(self.lengths[group])] for x in self.prompts if prompt is None]
@@ -193,8 +193,9 @@ class LayeredDecoding:
             if row is None:
                 continue
             counts[n] = row.suffix[0].shape[2]
-            group, member = divmod(int(self.slot_of_row[n]), self.width)
-            start = int(self.starts[n])
+            slot = int(self.slot_of_row[n])
+            group, member = divmod(slot, self.width)
+            start = int(self.first[slot])
             for buffer, suffix in zip(self.suffixes, row.suffix, strict=True):
                 buffer[:, group, :, member, start : start + counts[n]] = suffix
             row.suffix = []
@@ -202,9 +203,9 @@ class LayeredDecoding:
 
     # --- reading ---
 
-    def _read_prompts(self, prompts: Texts) -> Float[Tensor, "n F"]:
-        """Features of the last tokens of the prompts that are not kept; keys and values of all are
-        stored."""
+    def _read_prompts(self, prompts: Texts) -> Tensor:
+        """Features [n, F] of the last tokens of the prompts that are not kept; keys and values of
+        all are stored."""
         runs: list[list[int]] = [[]]  # prompts that are read in one pass
         for n, prompt in enumerate(prompts):
             if (kept := self.kept_prompts[n]) is not None:
@@ -218,9 +219,8 @@ class LayeredDecoding:
         last = [self._read_run(prompts, run) for run in runs if run]
         return self.fused.norm(torch.cat(last)) if last else self.prompts[0].new_empty(0)
 
-    def _read_run(self, prompts: Texts, run: Sequence[int]) -> Float[Tensor, "n F"]:
-        none = torch.zeros(0, dtype=torch.long)
-        tokens = stream([prompts[n].cpu() for n in run], (), none)
+    def _read_run(self, prompts: Texts, run: Sequence[int]) -> Tensor:
+        tokens = stream([prompts[n].cpu() for n in run], (), torch.zeros(0))
         x, cos, sin = embedded(self.decoder, tokens.ids, tokens.positions)
         attend = attention_over(tokens, self.decoder, x)
         ends = torch.tensor([len(prompts[n]) for n in run]).cumsum(0)
@@ -234,9 +234,9 @@ class LayeredDecoding:
             x = layer.finish(x, attend(q, k, v).flatten(1))
         return x[ends.to(x.device) - 1]
 
-    def _read_prefixes(self, unread: Texts) -> Float[Tensor, "N V"]:
-        """Read the last tokens of each row, which end at column ``prefix_len``; logits after the
-        last one.
+    def _read_prefixes(self, unread: Texts) -> Tensor:
+        """Read the last tokens of each row, which end at column ``prefix_len``; logits [N, V] after
+        the last one.
 
         Products of weights are computed for these tokens only, attention for a rectangle of columns
         of all slots.
@@ -280,18 +280,19 @@ class LayeredDecoding:
 
     def _forward(
         self,
-        tokens: Int[Tensor, "n"],
-        slot: Int[Tensor, "n"],
-        column: Int[Tensor, "n"],
-        place: Int[Tensor, "n"] | None,
-        hidden: Bool[Tensor, "g 1 j 1 C t"] | None,
+        tokens: Tensor,
+        slot: Tensor,
+        column: Tensor,
+        place: Tensor | None,
+        hidden: Tensor | None,
         seen: int,
-    ) -> Float[Tensor, "n F"]:
-        """Features of tokens that are written to these columns of the suffixes.
+    ) -> Tensor:
+        """Features [n, F] of tokens [n] that are written to these slots and columns of the
+        suffixes.
 
-        ``place``: index of each token over [g j, C] slots and the columns of this pass; None if the
-        tokens are one for each slot. ``seen``: columns that exist; ``hidden``: those of them that a
-        query does not see.
+        ``place`` [n]: index of each token over [g j, C] slots and the columns of this pass; None if
+        the tokens are one for each slot. ``seen``: columns that exist; ``hidden``: those of them
+        that a query does not see, [g, 1, j, 1, C, t].
         """
         g, j, kv_heads = self.groups, self.width, self.decoder.kv_heads
         count = 1 if hidden is None else hidden.shape[-2]
@@ -378,10 +379,10 @@ class FusedLayer:
         self.act = mlp.act_fn
 
     def queries_keys_values(
-        self, x: Float[Tensor, "N F"], cos: Float[Tensor, "N D"], sin: Float[Tensor, "N D"]
+        self, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Scaled queries [N, H, D] and keys [N, K, D], rotated, in float32 at least, and the values
-        [N, K, D]."""
+        [N, K, D] of inputs [N, F]."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (-1, self.head_dim))
         qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
@@ -390,10 +391,8 @@ class FusedLayer:
         qk = rotate(qk, cos, sin)
         return qk[:, : -self.kv_heads] * self.scale, qk[:, -self.kv_heads :], v
 
-    def finish(
-        self, x: Float[Tensor, "N F"], attended: Float[Tensor, "N B"]
-    ) -> Float[Tensor, "N F"]:
-        """The output of the layer, given the output of its attention."""
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The output [N, F] of the layer, given its input and the output of its attention."""
         x = self.o(attended).add_(x)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return self.down(self.act(gate).mul_(up)).add_(x)
@@ -441,7 +440,7 @@ def fused(*modules: Any) -> Map:
     return lambda x: product(x).add_(widen(shrink(x)))
 
 
-def _packed(weight: Float[Tensor, "o i"], bias: Float[Tensor, "o"] | None = None) -> Map:
+def _packed(weight: Tensor, bias: Tensor | None = None) -> Map:
     """x W^T + b with W in the processor's layout, by private operations of PyTorch."""
     product = torch.ops.mkldnn._linear_pointwise.default
     # the layout fits any number of rows
@@ -450,17 +449,8 @@ def _packed(weight: Float[Tensor, "o i"], bias: Float[Tensor, "o"] | None = None
 
 
 def _packs(weight: Tensor) -> bool:
-    """Whether the operations for packed weights exist for such a weight and are right."""
-    return weight.device.type == "cpu" and _packs_right(weight.dtype)
-
-
-@cache
-def _packs_right(dtype: torch.dtype) -> bool:
-    x = torch.linspace(-1, 1, 3 * 48).view(3, 48).to(dtype)
-    weight = torch.arange(80 * 48).sin().view(80, 48).to(dtype)
-    try:
-        got = _packed(weight)(x)
-    except (AttributeError, RuntimeError):  # also of other dtypes
+    """Whether the operations for packed weights exist for such a weight."""
+    if weight.device.type != "cpu" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    tolerance = 1e-5 if dtype == torch.float32 else 0.1
-    return torch.allclose(got, F.linear(x, weight), rtol=0, atol=tolerance)
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16)

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from gruppo.core.distributions import sample_categorical
 from gruppo.modalities.text.backbones import Decoding
@@ -71,12 +72,11 @@ def _uniforms(batch: TokenBatch, sampling: Sampling, seed: int) -> Float[Tensor,
     count = len(batch.addresses)
     starts = batch.starts or (0,) * count
     limits = [sampling.max_actions] * count if batch.limits is None else batch.limits.tolist()
-    uniforms = torch.zeros(count, max(limits), dtype=torch.float64)
-    for row, (address, start, limit) in enumerate(
-        zip(batch.addresses, starts, limits, strict=True)
-    ):
-        uniforms[row, :limit] = uniforms_at(seed, *address, start + limit)[start:]
-    return uniforms
+    rows = zip(batch.addresses, starts, limits, strict=True)
+    return pad_sequence(
+        [uniforms_at(seed, *address, start + limit)[start:] for address, start, limit in rows],
+        batch_first=True,
+    )
 
 
 @torch.no_grad()

@@ -107,9 +107,7 @@ def stream(prompts: Texts, completions: Texts, owners: Int[Tensor, "b"]) -> Stre
         own = [(slice(0, 0), (shared.start, len(prompt)))]
         for c in (owners == p).nonzero()[:, 0].tolist():
             ids.append(completions[c][:-1])
-            # the first completion follows its prompt: one span for both
-            is_first = end == shared.stop
-            spans.append((shared.start,) * 3 if is_first else (shared.start, shared.stop, end))
+            spans.append((shared.start, shared.stop, end))
             own.append((shared, (end, len(ids[-1]))))
             start[c], prompt_end[c] = end, shared.stop - 1
             end += len(ids[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -88,25 +88,13 @@ def from_pretrained(
         model_path, tokenizer_path, trust_remote_code, quantization, place, bool(adapt)
     )
     missing = sorted(loading["missing_keys"])
-    is_usable = not missing or (not needs_head and _lacks_head_alone(module, loading))
-    if is_usable:
+    if not missing or (not needs_head and missing == ["lm_head.weight"]):
         policy = from_transformers(module, tokenizer, compute=compute, adapt=adapt, device=device)
         if not missing or policy.backbone.splits:
             return policy
     raise GruppoError(f"""model {path!r} lacks {len(missing)} weights that a
         {type(module).__name__} has, {missing[0]} first; they would be random. Give a folder
         with all weights of a causal language model.""")
-
-
-def _lacks_head_alone(module: Any, loading: Mapping[str, Any]) -> bool:
-    """Whether the files are of a reward model: without the output embedding, at most with a
-    score."""
-    head = module.get_output_embeddings()
-    heads = {name for name, part in module.named_modules() if part is head}
-    missing = {name.rpartition(".")[0] for name in loading["missing_keys"]}
-    return missing <= heads and all(
-        name.startswith("score.") for name in loading["unexpected_keys"]
-    )
 
 
 def _open_function(

@@ -59,23 +59,21 @@ def working_memory(
     Cache 2 B L layers K width, K numbers of a key. That of conversations has the longest replies,
     and counts twice: rows that have ended their turn are kept beside those that are decoded.
     Attention scores are not counted. A plain module has no sizes in a config, and reads whole rows
-    again for each new token.
+    again for each new token: nothing is estimated of it.
     """
+    if policy.backbone.is_plain:
+        return {}
     width = policy.compute_dtype.itemsize
-    cached = length = longest + config.rollout.max_new_tokens
+    cached = longest + config.rollout.max_new_tokens
     if config.environment.names:
         cached += (config.environment.turns - 1) * config.environment.max_reply_tokens
         cached = 2 * min(cached, policy.context or cached)
     is_truncated = config.rollout.top_k > 0 or config.rollout.top_p < 1
-    plain = policy.backbone.is_plain
-    model: Any = None if plain else policy.module.config.get_text_config()
-    vocabulary = policy.feature_width() if plain else model.vocab_size
+    model = policy.module.config.get_text_config()
     # a chunk in float32: raw, tempered, gradient
-    logits = 3 * 4 * min(policy.chunk, budget) * vocabulary
-    if plain:
-        return {"logits": logits, "logits while sampling": width * rows * length * vocabulary}
+    logits = 3 * 4 * min(policy.chunk, budget) * model.vocab_size
     if isinstance(policy.backbone.head, torch.nn.Linear) and not is_truncated:
-        logits = tile_bytes(budget, vocabulary, width, policy.device)
+        logits = tile_bytes(budget, model.vocab_size, width, policy.device)
     cache = width * 2 * rows * cached * model.num_hidden_layers * key_numbers(model)
     return {
         "activations": policy.bytes_per_unit() * budget,

@@ -174,7 +174,7 @@ def found_model(name: str) -> tuple[str, dict[str, Any]]:
     if names_function(name) or is_custom(model_of(name)):
         folder = Path(model_of(name)).expanduser()
         made = ModelFunction.from_name(name) if names_function(name) else ModelFunction.read(folder)
-        return name, {"name": name, "made_by": made.made_by, "sha256": made.sha256}
+        return name, {"name": name, "made_by": made.made_by}
     near = difflib.get_close_matches(name, [*BUNDLED, "unet"], 1)
     if near and "/" not in name and not Path(name).exists():
         raise GruppoError(f"there is no model {name!r}. Did you mean {near[0]}?")
