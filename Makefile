@@ -56,7 +56,7 @@ digits: .venv/.ready-digits
 	@$(bin)/python -m benchmarks.digits --compare
 
 photos: .venv/.ready-photos
-	@$(bin)/gruppo train denoise-photos --name photos $(ARGS)
+	@$(bin)/gruppo train examples/photos.py:denoise_photos --name photos $(ARGS)
 	@$(bin)/python -m benchmarks.photos photos=runs/photos
 
 # One process more than two cores, as tests wait for children. Each takes tests that follow each other, which share

@@ -4,19 +4,18 @@ reward.
 In the training data 7 + 5 is 12 one time in three, and 13 otherwise. The model learns that, and the
 recipe ``chat`` (source document 002's settings) corrects it. No transformers.
 
-    gruppo train chat --model examples/chat_rl.py:model --optim.lr 5e-4
+    gruppo train examples/documents.py:chat --model examples/chat_rl.py:model --optim.lr 5e-4
     python examples/chat_rl.py
 """
 
 import re
-from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import gruppo
-from gruppo.recipes import RECIPES
 
 HIGHEST, TEACHER = 20, (0, 1, 1)
 """The largest number, and the errors of the answers in the training data, equally likely."""
@@ -181,10 +180,8 @@ def model(folder=None, taught_steps=1000):
 def main(taught_steps=1000, steps=50, **options):
     """Pretrain, train by reward and return the result."""
     torch.manual_seed(0)
-    recipe = RECIPES["chat"]()
-    recipe = replace(
-        recipe, optim=replace(recipe.optim, lr=5e-4)
-    )  # a small model needs a higher learning rate
+    recipe = f"{Path(__file__).with_name('documents.py')}:chat"
+    options = {"optim__lr": 5e-4, **options}  # a small model needs a higher learning rate
     data = f"arithmetic:0:{HIGHEST}:natural"
     result = gruppo.train(
         recipe, model=model(taught_steps=taught_steps), data=data, steps=steps, **options

@@ -4,7 +4,8 @@ Run it in nanochat's folder, in an environment that has both, after nanochat's o
 "sft":
 
     E=PATH/nanochat_rl.py
-    PYTHONPATH=. gruppo train chat --model $E:model --data $E:problems --reward $E:is_right \\
+    PYTHONPATH=. gruppo train examples/documents.py:chat \\
+        --model $E:model --data $E:problems --reward $E:is_right \\
         --objective nanochat --stage.kl-coef 0 --rollout.prompts 16 --rollout.max-new-tokens 256
 """
 

@@ -55,6 +55,9 @@ FOREIGN_OPTIONS = {
         "--gpus",
         "--replay",
         "--log-dir",
+        "--entrypoint-num-gpus",
+        *("--bandwidth", "--mean-tokens", "--memory", "--model-config", "--prompt-tokens"),
+        "--tflops",
         "--max-restarts",
         "--nproc-per-node",
         "--num-generations",
@@ -293,9 +296,7 @@ def test_every_option_exists(page: Path) -> None:
 
 KINDS = {
     "digits": "diffusion",
-    "ddpo": "diffusion",
     "images": "diffusion",
-    "denoise": "restoration",
     "restore": "restoration",
 }
 """Modality of a recipe by the first word of its name; text by default."""

@@ -19,18 +19,18 @@ from tests.trainer.runs import metrics, weights
 
 from gruppo import api
 from gruppo.api import explain
-from gruppo.cli import commands
 from gruppo.cli.options import parse_config
 from gruppo.config.schema import Config
 from gruppo.core.objective import NANOCHAT
+from gruppo.loading import load_object
 from gruppo.modalities import modalities
 from gruppo.modalities.text import from_pretrained
-from gruppo.recipes import RECIPES
-from gruppo.recipes.text import QWEN_PROMPTS
+from gruppo.recipes.open import recipe_config
 from gruppo.rewards.registry import resolve_reward
 from gruppo.trainer import checks
 from gruppo.types import GruppoError
 
+DOCUMENTS = EXAMPLES / "documents.py"
 SHORT: dict[str, Any] = {
     "steps": 2,
     "name": "run",
@@ -45,8 +45,12 @@ SHORT: dict[str, Any] = {
 }
 
 
+def recipe(name: str) -> Config:
+    return recipe_config(f"{DOCUMENTS}:{name}")
+
+
 def short(name: str, folder: Path, **changes: Any) -> Config:
-    return api.change(RECIPES[name](), {**SHORT, "runs_dir": str(folder / "runs"), **changes})
+    return api.change(recipe(name), {**SHORT, "runs_dir": str(folder / "runs"), **changes})
 
 
 # --- 000, diffusion -------------------------------------------------------------------------------
@@ -55,7 +59,7 @@ def short(name: str, folder: Path, **changes: Any) -> Config:
 def test_ddpo_has_the_documents_numbers_and_what_they_need_to_mean_something() -> None:
     """beta 0.04 and epsilon 0.2 are those of its loss; a mixed reference; several updates, or
     nothing is clipped."""
-    config = RECIPES["ddpo"]()
+    config = recipe("ddpo")
     assert (config.stage.kl_coef, config.rollout.group_size, config.objective.scale) == (
         0.04,
         8,
@@ -116,8 +120,8 @@ def test_ddpo_trains_an_adapter_of_a_pipeline(tmp_path: Path) -> None:
         captions.append(json.dumps({"file_name": f"{n}.png", "caption": caption}))
     (tmp_path / "images/captions.jsonl").write_text("\n".join(captions))
     typed = (
-        f"ddpo --model {tmp_path / 'sd15'} --data images:{tmp_path / 'images'} --lora.rank 2 "
-        f"--diffusion.steps 4"
+        f"{DOCUMENTS}:ddpo --model {tmp_path / 'sd15'} --data images:{tmp_path / 'images'} "
+        f"--lora.rank 2 --diffusion.steps 4"
     )
     config = parse_config(
         "train", [*typed.split(), "--diffusion.guidance", "5", "--prompts.held-out-fraction", "0.3"]
@@ -146,7 +150,7 @@ def test_ddpo_without_its_model_says_which_to_train_first(
     with pytest.raises(
         GruppoError, match=r"no folder 'runs/digits-pretrain'.*train digits-pretrain"
     ) as error:
-        api.start(replace(RECIPES["ddpo"](), name="run"))
+        api.start(replace(recipe("ddpo"), name="run"))
     assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
@@ -154,7 +158,7 @@ def test_ddpo_without_its_model_says_which_to_train_first(
 
 
 def test_qwen_has_the_documents_numbers() -> None:
-    config = RECIPES["qwen"]()
+    config = recipe("qwen")
     assert config.model == "Qwen/Qwen2.5-0.5B"
     assert (config.rollout.group_size, config.rollout.temperature) == (8, 0.8)
     assert (config.stage.kl_coef, config.stage.entropy_coef) == (0.1, 0.01)
@@ -170,7 +174,7 @@ def test_qwen_has_the_documents_numbers() -> None:
 def test_qwens_rewards_are_the_documents_with_length_in_characters() -> None:
     """Two of its four words, and 25 characters of 50; split at spaces, every Chinese answer would
     be one word."""
-    length, words = (resolve_reward(spec) for spec in RECIPES["qwen"]().reward)
+    length, words = (resolve_reward(spec) for spec in recipe("qwen").reward)
     text = "因为水往低处流，所以河水最后都流进了大海里面去了啊"
     assert len(text) == 25
     assert length(completions=[text], completion_ids=[[1]]) == [0.5]
@@ -178,7 +182,10 @@ def test_qwens_rewards_are_the_documents_with_length_in_characters() -> None:
 
 
 def test_the_prompts_of_qwen_are_conversations_and_no_two_are_the_same() -> None:
-    rows = [json.loads(line) for line in QWEN_PROMPTS.read_text(encoding="utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (EXAMPLES / "qwen_prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     requested = {
         message["content"] for row in rows for message in row["prompt"] if message["role"] == "user"
     }
@@ -200,9 +207,7 @@ def test_qwen_without_hub_and_folder_is_refused_in_one_line(tmp_path: Path) -> N
     with pytest.raises(
         GruppoError, match=r"'Qwen/Qwen2.5-0.5B' could not be loaded.*Give a local folder"
     ) as error:
-        api.start(
-            api.change(RECIPES["qwen"](), {"runs_dir": str(tmp_path / "runs"), "name": "run"})
-        )
+        api.start(api.change(recipe("qwen"), {"runs_dir": str(tmp_path / "runs"), "name": "run"}))
     assert "\n" not in str(error.value) and not (tmp_path / "runs").exists()
 
 
@@ -210,7 +215,7 @@ def test_qwen_without_hub_and_folder_is_refused_in_one_line(tmp_path: Path) -> N
 
 
 def test_chat_has_the_documents_numbers_and_goes_back_to_the_script_as_it_was() -> None:
-    config = RECIPES["chat"]()
+    config = recipe("chat")
     assert (config.rollout.group_size, config.stage.kl_coef, config.updates_per_batch) == (
         16,
         0.04,
@@ -222,7 +227,9 @@ def test_chat_has_the_documents_numbers_and_goes_back_to_the_script_as_it_was() 
         "group",
     )
     assert config.objective.scale_eps == 1e-4
-    before = parse_config("train", ["chat", "--objective", "nanochat", "--stage.kl-coef", "0"])
+    before = parse_config(
+        "train", [f"{DOCUMENTS}:chat", "--objective", "nanochat", "--stage.kl-coef", "0"]
+    )
     assert before.objective == NANOCHAT and before.stage.kl_coef == 0.0
     for chosen in (config, before):
         checks.check(chosen)
@@ -231,7 +238,9 @@ def test_chat_has_the_documents_numbers_and_goes_back_to_the_script_as_it_was() 
 @pytest.mark.parametrize("options", [(), ("--objective", "nanochat", "--stage.kl-coef", "0")])
 def test_chat_trains_a_chat_model(tmp_path: Path, options: tuple[str, ...]) -> None:
     data = tiny.write_rows(tmp_path / "data.jsonl")
-    config = parse_config("train", ["chat", "--model", tiny.model(), "--data", data, *options])
+    config = parse_config(
+        "train", [f"{DOCUMENTS}:chat", "--model", tiny.model(), "--data", data, *options]
+    )
     changes = {**SHORT, "runs_dir": str(tmp_path / "runs"), "reward": [tiny.reward("digits")]}
     rows = [
         row
@@ -279,7 +288,9 @@ def test_the_recipe_trains_the_plain_module_of_the_chat_script_by_its_name(tmp_p
     text = (EXAMPLES / "chat_rl.py").read_text()
     assert text.count("taught_steps=1000") == 2
     file.write_text(text.replace("taught_steps=1000", "taught_steps=30"))
-    config = parse_config("train", ["chat", "--model", f"{file}:model", "--optim.lr", "5e-4"])
+    config = parse_config(
+        "train", [f"{DOCUMENTS}:chat", "--model", f"{file}:model", "--optim.lr", "5e-4"]
+    )
     run = api.start(
         api.change(config, {"steps": 2, "name": "run", "runs_dir": str(tmp_path / "runs")})
     ).folder
@@ -322,21 +333,14 @@ def test_explain_says_what_a_recipe_of_a_document_would_do(tmp_path: Path, name:
         }
     else:
         changes["rollout__max_new_tokens"] = 8
-    output = "\n".join(explain(api.change(RECIPES[name](), changes)))
+    output = "\n".join(explain(api.change(recipe(name), changes)))
     coefficient = {"chat": "0.04", "qwen": "0.1", "ddpo": "0.04"}[name]
     assert coefficient in output and ("a copy that follows the policy" in output) == (
         name == "ddpo"
     )
 
 
-def test_recipes_are_described_with_their_time_and_hardware(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name in ("ddpo", "qwen", "chat"):
-        commands.recipes((name,))
-        out = " ".join(capsys.readouterr().out.split())
-        assert (
-            out.startswith(f"{name} ")
-            and "CPU" in out
-            and re.search(r"minutes|hours|\bs a step", out)
-        )
+@pytest.mark.parametrize("name", ["ddpo", "qwen", "chat"])
+def test_recipes_are_described_with_their_time_and_hardware(name: str) -> None:
+    out = " ".join(load_object(f"{DOCUMENTS}:{name}").__doc__.split())
+    assert "CPU" in out and re.search(r"minutes|hours|\bs a step", out)

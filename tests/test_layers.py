@@ -33,7 +33,7 @@ LAYERS: tuple[set[str], ...] = (
     {"modalities", "engines", "environments", "rewards", "data", "tracking"},
     {"testing", "trainer"},
     {"build", "recipes", "doctor"},
-    {"view", "plan"},
+    {"view"},
     {"api", "inference"},
     {"export"},
     {"trl"},

@@ -12,18 +12,25 @@ from tests.trainer.runs import metrics
 
 from gruppo import api
 from gruppo.config.schema import Config
+from gruppo.loading import load_object
 from gruppo.modalities import find_modality
 from gruppo.recipes import RECIPES
+from gruppo.recipes.open import recipe_config
 
 pytest.importorskip("PIL")
 SMALL = "restore:unet:width=8"
-STAGED = ["denoise-photos", "restore", "restore-progressive"]
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PHOTOS = f"{EXAMPLES}/photos.py:denoise_photos"
+PROGRESSIVE, QUICK = (
+    f"{EXAMPLES}/documents.py:{name}" for name in ("restore_progressive", "restore_quick")
+)
+STAGED = [PHOTOS, "restore", PROGRESSIVE]
 
 
 def short(name: str, folder: Path, **changes: Any) -> Config:
     """Two steps of each stage; the reader of text is a stand-in that knows no letter but says a
     number of each."""
-    config = RECIPES[name]()
+    config = recipe_config(name)
     count = len(config.stages)
     stages = tuple(
         replace(stage, steps=2 if n + 1 < count else 0, warmup_steps=0, until="")
@@ -39,7 +46,7 @@ def short(name: str, folder: Path, **changes: Any) -> Config:
         evaluation=replace(config.evaluation, prompts=4, every=0),
         back_off=replace(config.back_off, metric="", drop=0.05),
         runs_dir=str(folder),
-        name=name,
+        name=name.rpartition(":")[2],
         show_samples_every=0,
         **changes,
     )
@@ -61,14 +68,15 @@ def test_a_staged_recipe_goes_through_its_stages(tmp_path: Path, name: str) -> N
 
 
 def test_the_quick_recipe_goes_on_from_a_run_of_the_staged_one(tmp_path: Path) -> None:
-    first = api.start(short("restore-progressive", tmp_path)).folder
-    config = short("restore-quick", tmp_path)
-    quick = replace(config, model=str(first), modality=RECIPES["restore-quick"]().modality)
+    first = api.start(short(PROGRESSIVE, tmp_path)).folder
+    config = short(QUICK, tmp_path)
+    quick = replace(config, model=str(first), modality=recipe_config(QUICK).modality)
     row = next(row for row in metrics(api.start(quick).folder) if "loss/policy" in row)
     assert {"loss/sup", "loss/kl", "loss/cons"} <= row.keys() and row["loss/kl"] == 0
 
 
-@pytest.mark.parametrize("name", [*STAGED, "restore-quick"])
+@pytest.mark.parametrize("name", [*STAGED, QUICK])
 def test_a_recipe_says_its_hardware_and_its_time(name: str) -> None:
-    result = " ".join((RECIPES[name].__doc__ or "").split())
+    recipe = RECIPES[name] if name in RECIPES else load_object(name)
+    result = " ".join((recipe.__doc__ or "").split())
     assert "CPU core" in result or "depend on your images" in result

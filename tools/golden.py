@@ -47,7 +47,7 @@ RUNS: dict[str, list[str]] = {
     "pretrain": ["digits-pretrain", "--supervised.batch", "8"],
     "diffusion": ["digits-compress", "--model", "{out}/pretrain", *SMALL],
     "restoration": [
-        "restore-progressive",
+        "{root}/examples/documents.py:restore_progressive",
         "--stages.0.steps",
         "1",
         "--stages.1.steps",

@@ -12,7 +12,7 @@ from tests import fake_hub, tiny
 
 from gruppo.config import serialization
 from gruppo.config.schema import Config
-from gruppo.trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, translation
+from gruppo.trl import GRPOConfig, GRPOTrainer, translation
 from gruppo.types import GruppoError
 
 ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(24)]
@@ -35,16 +35,15 @@ def trainer(**changes: Any) -> GRPOTrainer:
     return GRPOTrainer(tiny.model(), length, GRPOConfig("out", **SHORT | changes), ROWS)
 
 
-def settings(kind: str = "GRPO", **changes: Any) -> dict[str, Any]:
-    args = {"GRPO": GRPOConfig, "RLOO": RLOOConfig}[kind](**changes)
-    return translation.Translation(args, kind, rows=24, has_evaluation=True).settings
+def settings(**changes: Any) -> dict[str, Any]:
+    args = GRPOConfig(**changes)
+    return translation.Translation(args, rows=24, has_evaluation=True).settings
 
 
-@pytest.mark.parametrize(("name", "ours"), [("GRPOConfig", GRPOConfig), ("RLOOConfig", RLOOConfig)])
-def test_names_and_defaults_are_trls(name, ours):
+def test_names_and_defaults_are_trls():
     trl = pytest.importorskip("trl")
-    there = {f.name: f for f in dataclasses.fields(getattr(trl, name)) if f.init}
-    here = {f.name: f for f in dataclasses.fields(ours)}
+    there = {f.name: f for f in dataclasses.fields(trl.GRPOConfig) if f.init}
+    here = {f.name: f for f in dataclasses.fields(GRPOConfig)}
     assert here.keys() == there.keys()
     odd = [
         n
@@ -55,7 +54,7 @@ def test_names_and_defaults_are_trls(name, ours):
 
 
 def test_an_argument_is_translated_or_without_effect_and_not_both():
-    known = {f.name for config in (GRPOConfig, RLOOConfig) for f in dataclasses.fields(config)}
+    known = {f.name for f in dataclasses.fields(GRPOConfig)}
     translated = translation.TRANSLATED | {name for name in translation.DIRECT if name in known}
     assert known >= translation.WITHOUT_EFFECT | translation.TRANSLATED
     assert translated & translation.WITHOUT_EFFECT == set()
@@ -221,20 +220,6 @@ def test_the_objective_is_trls():
         "mask",
         "sequence",
     )
-    found = settings("RLOO")
-    assert (found["objective.baseline"], found["objective.kl_in"], found["stage.kl_coef"]) == (
-        *("leave_one_out", "reward", 0.05),
-    )
-    with pytest.raises(GruppoError, match="normalize_advantages=True of TRL has no counterpart"):
-        settings("RLOO", normalize_advantages=True)
-
-
-def test_rloo_on_vllm_servers_has_no_correction_as_in_trl():
-    """TRL's RLOOConfig has no ``vllm_importance_sampling_correction``, which was read here, and
-    failed."""
-    found = settings("RLOO", use_vllm=True, vllm_mode="server")
-    assert found["engine.urls"] == ("http://127.0.0.1:8000",)
-    assert serialization.change(Config(), found).objective.correction == "none"
 
 
 def test_a_correction_that_is_switched_off_stays_off():
@@ -321,9 +306,6 @@ def test_a_run_is_stopped_by_a_callback_resumed_evaluated_and_saved(tmp_path, mo
 
     args = GRPOConfig("out", eval_strategy="steps", eval_steps=4, **SHORT | {"max_steps": 4})
     given = {"args": args, "train_dataset": ROWS, "eval_dataset": ROWS[:3], "callbacks": [Stops()]}
-    first = RLOOTrainer(tiny.model(), length, **given | {"args": RLOOConfig("rloo", **SHORT)})
-    assert first.train().global_step == 2
-    seen.clear()
     stopped = GRPOTrainer(tiny.model(), length, **given)
     output = stopped.train()
     assert output.global_step == 2 and output.training_loss == output.metrics["train_loss"]
@@ -370,16 +352,9 @@ def test_the_model_is_pushed_with_its_card_under_the_name_of_its_folder(tmp_path
     made.train()
     assert made.push_to_hub().startswith(f"{hub.url}/someone/mine/commit/")
     made.save_model()
-    files = hub.repositories[made.hub_model_id]
+    files = hub.repositories["someone/mine"]
     assert hub.private == {"someone/mine"} and hub.commits == ["End of training"]
     assert files["model.safetensors"] == Path("mine/model.safetensors").read_bytes()
     card = files["README.md"].decode()
     assert "# mine" in card and r"test\_translation:length |" in card
     assert [path.name for path in Path("mine").iterdir() if path.name.startswith("tmp")] == []
-    files["older.json"] = b"{}"  # which a push to main would remove
-    before = dict(files)
-    made.push_to_hub("a trial", token=fake_hub.TOKEN, revision="trial")
-    assert hub.commits[-1] == "a trial" and files == before, "main is as it was"
-    assert (
-        hub.repositories["someone/mine@trial"]["model.safetensors"] == before["model.safetensors"]
-    )

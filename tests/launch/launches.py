@@ -19,7 +19,12 @@ from gruppo.config.schema import LaunchConfig
 from gruppo.launch.commands import Launch
 from gruppo.launch.supervise import ChildProcess
 
-FAKE = "fake {model} {port}"
+SERVER_COMMAND = Launch.server_command
+"""Of the package; in these tests it is replaced by ``fake_server``."""
+
+
+def fake_server(launch: Launch, host: str, port: int) -> list[str]:
+    return ["fake", launch.config.model, str(port)]
 
 
 def recipe(folder: Path, **changes: Any) -> str:
@@ -35,9 +40,7 @@ def recipe(folder: Path, **changes: Any) -> str:
 def launch(folder: Path, *, words: Sequence[str] = (), **chosen: Any) -> Launch:
     """A launch of a tiny run, unchecked."""
     config = replace(tiny.config(folder), device="cpu")
-    return Launch(
-        LaunchConfig(**({"server_command": FAKE} | chosen)), config, ("recipe.json", *words)
-    )
+    return Launch(LaunchConfig(**chosen), config, ("recipe.json", *words))
 
 
 class Forked:

@@ -18,11 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 from tests import processes, tiny
-from tests.launch.launches import FAKE, launch, recipe
+from tests.launch.launches import SERVER_COMMAND, launch, recipe
 
+from gruppo.cli import serve
 from gruppo.cli.options import parse_own
 from gruppo.config import serialization
 from gruppo.config.schema import EngineConfig, LaunchConfig, LoraConfig
+from gruppo.launch import commands
 from gruppo.launch.commands import Launch, devices, parse_launch
 from gruppo.launch.slurm import slurm_script
 from gruppo.launch.supervise import Supervisor
@@ -54,17 +56,12 @@ def script(tmp_path: Path) -> str:
             r"plain.sh names no partition. Add the line #SBATCH --partition=NAME",
         ),
         ("--optim.lr -1", r"optim.lr=-1 is out of range"),
-        (
-            "--server-command 'a",
-            r"--server-command cannot be split into words \(No closing quotation\)",
-        ),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_starts(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain.sh").write_text("#SBATCH --time=1\n# partition: gpu\nsleep 1\n")
-    fake = [] if "--server-command" in words else ["--server-command", FAKE]
-    assert processes.exit_code(["launch", recipe(tmp_path), *fake, *words.split()]) == 2
+    assert processes.exit_code(["launch", recipe(tmp_path), *words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(message, line), line
     assert not (tmp_path / "runs").exists()
@@ -78,6 +75,7 @@ def test_options_of_a_launch_stand_anywhere_among_those_of_the_run():
 
 def test_a_python_without_vllm_is_refused(tmp_path, capsys, monkeypatch):
     file = recipe(tmp_path)
+    monkeypatch.setattr(commands, "find_vllm", serve.find_vllm)
     monkeypatch.setenv("VLLM_PYTHON", sys.executable)
     assert processes.exit_code(["launch", file]) == 2
     assert f"{sys.executable} has no vLLM. Install it" in capsys.readouterr().err
@@ -86,10 +84,10 @@ def test_a_python_without_vllm_is_refused(tmp_path, capsys, monkeypatch):
 
 def test_the_commands_are_those_of_train_and_serve_and_then_of_resume(tmp_path):
     config = replace(tiny.config(tmp_path), lora=LoraConfig(rank=4), compute="float32")
-    given = launch(tmp_path, words=["--steps", "3"], server_command="")
+    given = launch(tmp_path, words=["--steps", "3"])
     given = replace(given, config=config, vllm=("--max-model-len", "64"))
     gruppo = f"{sys.executable} -m gruppo"
-    assert " ".join(given.server_command("127.0.0.1", 81)) == (
+    assert " ".join(SERVER_COMMAND(given, "127.0.0.1", 81)) == (
         f"{gruppo} serve {config.model} --host 127.0.0.1 --port 81 --lora-rank 4 -- "
         "--dtype float32 --max-model-len 64"
     )
@@ -99,14 +97,8 @@ def test_the_commands_are_those_of_train_and_serve_and_then_of_resume(tmp_path):
     assert " ".join(alone.train_command([])) == train
     assert " ".join(given.resume_command()) == f"{gruppo} resume {given.folder}"
     trusting = replace(given, config=replace(config, trust_remote_code=True), vllm=())
-    assert trusting.server_command("h", 81)[-3:] == ["--dtype", "float32", "--trust-remote-code"]
+    assert SERVER_COMMAND(trusting, "h", 81)[-3:] == ["--dtype", "float32", "--trust-remote-code"]
     assert trusting.resume_command()[-1] == "--trust-remote-code"
-
-
-def test_a_servers_own_command_gets_model_and_address_and_keeps_other_braces(tmp_path):
-    own = """serve {model} --at {host}:{port} --config '{"a": 1}'"""
-    command = launch(tmp_path, server_command=own).server_command("h", 81)
-    assert command == ["serve", tiny.model(), "--at", "h:81", "--config", '{"a": 1}']
 
 
 def test_a_run_gets_a_name_and_one_that_exists_is_continued_with_its_own_options(
@@ -116,7 +108,7 @@ def test_a_run_gets_a_name_and_one_that_exists_is_continued_with_its_own_options
     file = recipe(tmp_path)
     config = json.loads(Path(file).read_text()) | {"name": ""}
     Path(file).write_text(json.dumps(config))
-    planned = parse_launch([file, "--server-command", FAKE])
+    planned = parse_launch([file])
     assert planned.words[-2:] == ("--name", planned.config.name) and planned.config.name
     config = tiny.config(
         tmp_path,
@@ -129,7 +121,7 @@ def test_a_run_gets_a_name_and_one_that_exists_is_continued_with_its_own_options
     (tmp_path / "runs/begun").mkdir(parents=True)
     saved = tmp_path / "runs/begun/config.json"
     saved.write_text(json.dumps(serialization.to_dict(config)))
-    words = [file, "--name", "begun", "--server-command", FAKE]
+    words = [file, "--name", "begun"]
     begun = parse_launch(words).config
     assert begun.rollout.prompts == 2 and not begun.trust_remote_code
     assert parse_launch([*words, "--trust-remote-code"]).config.trust_remote_code
@@ -204,7 +196,7 @@ def test_one_launcher_at_a_time(tmp_path, capsys):
 
 def test_a_dry_run_prints_commands_and_starts_nothing(tmp_path, capsys, monkeypatch, script):
     monkeypatch.setenv("GRUPPO_ENGINE_KEY", "secret")
-    words = ["launch", recipe(tmp_path), "--trainers", "2", "--server-command", FAKE, "--dry-run"]
+    words = ["launch", recipe(tmp_path), "--trainers", "2", "--dry-run"]
     assert processes.exit_code(words) == 0
     out = capsys.readouterr().out
     names = [line for line in out.splitlines() if line.startswith("#")]
@@ -262,18 +254,14 @@ class Job:
         for name, body in STUBS.items():
             (folder / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
             (folder / "bin" / name).chmod(0o755)
-        server = server or "echo {host} {port}; touch up; sleep 100"
-        given = launch(
-            folder,
-            trainers=2,
-            slurm=script,
-            server_command=f"sh -c {shlex.quote(server)}",
-            **{"servers": 1} | options,
-        )
+        server = server or "touch up; sleep 100"
+        given = launch(folder, trainers=2, slurm=script, **{"servers": 1} | options)
         self.log = given.log
         own = ["sh", "-c", trainer, "trainer"]
         text = slurm_script(given)
         text = re.sub(r"(?m)^TRAIN=.*", lambda _: f"TRAIN=({shlex.join(own)})", text)
+        servers = [f"sh -c {shlex.quote(server)}"] * given.options.servers
+        text = re.sub(r"(?m)^SERVERS=.*", lambda _: f"SERVERS=({shlex.join(servers)})", text)
         text = re.sub(r"(?m)^ANSWERS=.*", "ANSWERS='import os; os.stat(\"up\")'", text)
         given.log("slurm").parent.mkdir(parents=True)
         env = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "41"}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests import processes
-from tests.launch.launches import FAKE, Forked, recipe
+from tests.launch.launches import Forked, recipe
 from tests.trainer.runs import weights
 
 from gruppo.launch import supervise
@@ -57,7 +57,7 @@ def run(
         "2",
     ]
     words += ["--engine.timeout-s", "5"]
-    planned, started = parse_launch([*words, "--server-command", FAKE]), Started(disturb)
+    planned, started = parse_launch(words), Started(disturb)
     return Supervisor(planned, started).run(), started
 
 

@@ -12,7 +12,7 @@ import torch
 from tests.rewards.fakes import rollouts_of
 
 from gruppo.packing import decode, encode
-from gruppo.recipes.guess import found
+from gruppo.recipes.arithmetic import in_tags
 from gruppo.rewards import RewardSet, resolve_reward
 from gruppo.rewards.answers import TrainerState
 from gruppo.rewards.remote import RewardWorkers
@@ -115,7 +115,7 @@ def test_functions_of_a_file_share_a_process_that_is_not_this_one_and_objects_ar
 def test_rewards_of_our_recipes_are_called_here():
     """They cannot hang, and a process for them would import torch."""
     processes = RewardWorkers()
-    assert resolve_reward("gruppo.recipes.guess:found", processes) is found
+    assert resolve_reward("gruppo.recipes.arithmetic:in_tags", processes) is in_tags
     assert not processes._workers
 
 

@@ -183,13 +183,12 @@ def sample(
         return
     for text_prompt, completions in zip(prompt, samples, strict=True):
         for completion in completions:
-            text = (completion if isinstance(completion, str) else repr(completion)).strip()
+            text = str(completion).strip()
             if len(prompt) > 1 or n > 1:
-                print(f"{text_prompt!r} -> {text!r}")
-            elif sys.stdout.isatty():
-                print(_CONTROLS.sub(lambda match: visible(match[0]), text))
-            else:  # a pipe or a file gets the text as it was sampled
-                print(text)
+                text = f"{text_prompt!r} -> {text!r}"
+            elif sys.stdout.isatty():  # a pipe or a file gets the text as it was sampled
+                text = _CONTROLS.sub(lambda match: visible(match[0]), text)
+            print(text)
 
 
 def export(
@@ -316,31 +315,7 @@ def serve(
     server.run(model, host=host, port=port, python=python, lora_rank=lora_rank, options=options)
 
 
-def plan(
-    recipe: Annotated[str, "A recipe, as of gruppo train."],
-    options: Annotated[tuple[str, ...], "Options of the recipe's config, after --."] = (),
-    *,
-    gpus: Annotated[int, "Number of GPUs."] = 1,
-    tflops: Annotated[float, "Dense bfloat16 teraflops of a GPU, by its data sheet."] = 989.0,
-    bandwidth: Annotated[float, "Terabytes per second of a GPU's memory."] = 3.35,
-    memory: Annotated[float, "Gibibytes of a GPU's memory."] = 80.0,
-    mean_tokens: Annotated[float, "Mean length of a completion; default: half the limit."] = 0.0,
-    prompt_tokens: Annotated[float, "Mean length of a prompt."] = 200.0,
-    price: Annotated[float, "Dollars per GPU and hour; 0 prints no cost."] = 0.0,
-    model_config: Annotated[str, "Folder of the model's config.json; default: the recipe's."] = "",
-) -> None:
-    """Step time, memory, split of trainers and servers and cost on a number of GPUs (H100 by
-    default)."""
-    config = parse_config("plan", [recipe, *options])
-    from gruppo.plan import Gpu, Work, print_plan
-
-    gpu = Gpu(tflops * 1e12, bandwidth * 1e12, memory * 2**30)
-    mean = mean_tokens or config.rollout.max_new_tokens / 2
-    work = Work(config, model_config or config.model, gpu, gpus, prompt_tokens, mean)
-    print_plan(work, price=price)
-
-
-_OF_RUNS = (train, launch, resume, eval_, sample, export, explain, plan, doctor, view, report)
+_OF_RUNS = (train, launch, resume, eval_, sample, export, explain, doctor, view, report)
 _OTHERS = (serve, config, recipes, completion)
 COMMANDS: dict[str, Callable[..., None]] = {
     run.__name__.rstrip("_"): run for run in (*_OF_RUNS, *_OTHERS)

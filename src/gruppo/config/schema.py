@@ -566,8 +566,6 @@ class LaunchConfig:
     """Print the commands, or the script of the Slurm job, and start nothing."""
     max_restarts: Count = 3
     """Restarts of the trainers, and of each server."""
-    server_command: str = ""
-    """Command of a server, with {model}, {host} and {port}; default: gruppo serve."""
     trust_run: bool = False
     """Import the code that the folder names, though you did not create it."""
     slurm: str = ""

@@ -29,6 +29,7 @@ MAX_DOTS = 256
 """In a line up to its "=". TOML's reader takes minutes for a key of many parts."""
 BRANCHES = re.compile(r"int$|float$|str$|[\w-]+\[.*\]$")
 """Parts of pydantic's locations that are no entries: the branch of a union."""
+AUTOMATIC = ("correction", "none")
 SUFFIXES = (".toml", ".json")
 
 
@@ -58,7 +59,7 @@ def from_dict(data: Mapping[str, Any], *, is_text: bool = False) -> Config:
             data[name] = {"kind": data[name]}
     objective, engine = data.get("objective", {}), data.get("engine", {})
     if isinstance(objective, str):
-        objective = preset_dict(preset(objective))
+        objective = preset_dict(objective)
     if isinstance(objective, Mapping) and isinstance(engine, Mapping):
         data["objective"] = {"correction": default_correction(engine), **objective}
     named = [name for name in data if name in sections()]
@@ -74,12 +75,10 @@ def default_correction(engine: Mapping[str, Any]) -> str:
     return "truncate" if engine.get("kind") == "vllm" else "none"
 
 
-def preset_dict(objective: Objective) -> dict[str, Any]:
+def preset_dict(objective: Objective | str) -> dict[str, Any]:
     """An objective as a dict, in which a correction of "none" leaves the choice to the engine."""
-    fields = asdict(objective)
-    if objective.correction == "none":
-        del fields["correction"]
-    return fields
+    fields = asdict(preset(objective) if isinstance(objective, str) else objective)
+    return {name: value for name, value in fields.items() if (name, value) != AUTOMATIC}
 
 
 def build(kind: type[T], data: Any, *, prefix: str = "", is_text: bool = False) -> T:
@@ -143,8 +142,8 @@ def change(config: Config, changes: Mapping[str, Any], *, is_text: bool = False)
             leaf = section_name(value)
         if isinstance(value, str) and name in ("engine", "environment"):
             path, leaf = [name], "kind"
-        if name == "objective":
-            value = preset_dict(preset(value) if isinstance(value, str) else value)
+        if name == "objective" and isinstance(value, str | Objective):
+            value = preset_dict(value)
         section: Any = data
         try:
             for part in path:

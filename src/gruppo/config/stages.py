@@ -9,10 +9,6 @@ from gruppo.config.schema import SCHEDULED as SCHEDULED
 from gruppo.config.schema import SUPERVISED, Config, Stage, SupervisedConfig
 from gruppo.types import GruppoError
 
-KINDS = ("supervised", "ramp", "full")
-"""Stage presets: demonstrations only; a linear ramp from demonstrations to rewards; as the config's
-stage."""
-
 
 def stage_path(config: Config, index: int) -> str:
     """The name of a stage in a config: ``stage``, or ``stages.1``."""
@@ -44,32 +40,34 @@ def peak_lr(config: Config, index: int) -> float:
 def planned(text: str, config: Config) -> Config:
     """The config with the named stages, each ``KIND:STEPS``; the last may go without its steps.
 
-    ``full`` is the config's stage; of a recipe with stages, its last one.
+    ``supervised``: demonstrations only. ``ramp``: linearly from demonstrations to rewards.
+    ``full``: the config's stage, or the last one of a recipe with stages.
     """
     full = config.stage
     if config.stages and full == Stage():
         full = replace(config.stages[-1], steps=0, until="")
+    # A schedule of rl_coef is over its own stage: the ramp ends at the default.
+    end = full.rl_coef if isinstance(full.rl_coef, int | float) else 1
+    kinds = {
+        # kl_coef and entropy_coef need samples, of which this stage has none; it also goes without
+        # cons_coef.
+        "supervised": replace(SUPERVISED, lr=full.lr),
+        "ramp": replace(full, rl_coef=f"linear:0,{end:g}", sup_coef="linear:1,0"),
+        "full": full,
+    }
     stages = list[Stage]()
-    has_reset = False
+    may_reset = True
     for word in text.split(","):
         kind, _, steps = word.strip().partition(":")
-        if kind not in KINDS or not (steps or "0").isdigit():
+        if kind not in kinds or not (steps or "0").isdigit():
             raise GruppoError(f"""--stages {text}: {word!r} is not a stage; it needs KIND:STEPS of
-                {", ".join(KINDS)}, as in supervised:50,ramp:30,full.""")
-        stage = full
-        if kind == "supervised":
-            # kl_coef and entropy_coef need samples, of which this stage has none; it also goes
-            # without cons_coef.
-            stage = replace(SUPERVISED, lr=full.lr)
-        elif kind == "ramp":
-            # A schedule of rl_coef is over its own stage: the ramp ends at the default.
-            end = full.rl_coef if isinstance(full.rl_coef, int | float) else 1
-            stage = replace(full, rl_coef=f"linear:0,{end:g}", sup_coef="linear:1,0")
+                {", ".join(kinds)}, as in supervised:50,ramp:30,full.""")
+        stage = kinds[kind]
         # Only the first stage that would resets the reference, and not at the start of the run.
-        resets = stage.new_reference and bool(stages) and not has_reset
-        has_reset |= stage.new_reference
+        resets = stage.new_reference and bool(stages) and may_reset
+        may_reset &= not stage.new_reference
         stages.append(replace(stage, name=kind, steps=int(steps or 0), new_reference=resets))
-    # Where no stage learns from a recipe's demonstrations, their options have no effect.
+    # If no stage learns from a recipe's demonstrations, their options have no effect.
     demonstrates = any(stage.sup_coef for stage in stages)
     supervised = config.supervised if demonstrates else SupervisedConfig()
     return replace(config, stages=tuple(stages), stage=Stage(), supervised=supervised)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shlex
 import socket
 import sys
 from collections.abc import Sequence
@@ -66,8 +65,6 @@ class Launch:
 
     def server_command(self, host: str, port: int) -> list[str]:
         config = self.config
-        if self.options.server_command:
-            return [*_own_server_command(self, host, port), *self.vllm]
         command = [*GRUPPO, "serve", config.model, "--host", host, "--port", str(port)]
         if config.lora.rank:
             command += ["--lora-rank", str(config.lora.rank)]
@@ -94,22 +91,6 @@ class Launch:
         if self.config.trust_remote_code:
             command.append("--trust-remote-code")
         return command
-
-
-def _own_server_command(launch: Launch, host: str, port: int) -> list[str]:
-    from gruppo.modalities.common.adapters import model_of
-    from gruppo.modalities.text.modality import found_model
-
-    try:
-        command = shlex.split(launch.options.server_command)
-    except ValueError as error:
-        raise GruppoError(
-            f"--server-command cannot be split into words ({error}). Close its quotes."
-        ) from None
-    model = model_of(found_model(launch.config.model)[0])
-    for name, value in (("{model}", model), ("{host}", host), ("{port}", str(port))):
-        command = [word.replace(name, value) for word in command]
-    return command
 
 
 def parse_launch(args: list[str]) -> Launch:
@@ -151,10 +132,7 @@ def _check(launch: Launch) -> None:
             )
         servers = {"engine.kind": "vllm", "engine.urls": ["http://127.0.0.1"]}
         config = serialization.change(config, servers)
-        if options.server_command:
-            launch.server_command("", 0)
-        else:
-            find_vllm("")
+        find_vllm("")
     from gruppo.build import Parts, validate  # takes seconds
 
     validate(config, Parts())

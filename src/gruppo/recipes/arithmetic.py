@@ -1,5 +1,5 @@
-"""A chat model learns arithmetic on a laptop: by GRPO, by PPO, and in a format that it has to be
-shown first."""
+"""Language models: arithmetic on a laptop by GRPO, by PPO, and in a format that has to be shown
+first; and a start for your own data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def arithmetic() -> Config:
         ),
         optim=OptimConfig(lr=1.2e-5, warmup_steps=3),
         prompts=PromptsConfig(held_out_fraction=0.4),
-        evaluation=EvaluationConfig(prompts=256),
         saving=SavingConfig(every=25, keep=1),
     )
 
@@ -63,9 +62,7 @@ def arithmetic_ppo() -> Config:
         recipe,
         objective=PPO,
         rollout=replace(recipe.rollout, prompts=24),
-        critic=CriticConfig(
-            kind="shared", lr=1e-3
-        ),  # the rate of a new head; the network keeps optim.lr
+        critic=CriticConfig(lr=1e-3),  # the rate of a new head; the network keeps optim.lr
         stage=Stage(kl_coef=0.005, value_coef=0.1),
         optim=OptimConfig(lr=6e-6, warmup_steps=3, epochs=2),
     )
@@ -93,8 +90,25 @@ def arithmetic_format() -> Config:
             replace(SUPERVISED, steps=6, lr=5e-5, warmup_steps=3),
             Stage(name="full", warmup_steps=3),
         ),
-        supervised=SupervisedConfig(template=f" {OPENING}{{target}}{CLOSING}", batch=32),
+        supervised=SupervisedConfig(template=f" {OPENING}{{target}}{CLOSING}"),
         optim=replace(recipe.optim, warmup_steps=0),
+    )
+
+
+def plain() -> Config:
+    """Neutral settings for your own model, data and reward: GRPO, 8 prompts x 8 samples of up to
+    128 tokens a step.
+
+    gruppo train plain --model smollm2-135m --data mine.jsonl --reward my.py:f. Sampling is the
+    model's own (temperature 1, all tokens). On a CPU, a step of a small model takes the time of its
+    8192 sampled tokens: lower --rollout.max-new-tokens to what an answer needs. Hardware, wall time
+    and curve depend on your model and data.
+    """
+    return Config(
+        rollout=RolloutConfig(prompts=8, group_size=8),
+        optim=OptimConfig(lr=1e-5, warmup_steps=5),
+        evaluation=EvaluationConfig(prompts=64),
+        saving=SavingConfig(every=20),
     )
 
 

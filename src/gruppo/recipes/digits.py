@@ -80,7 +80,7 @@ def digits_compress() -> Config:
         stage=Stage(kl_coef=0.005),
         scoring=ScoringConfig(weights=(5.0, 1.0)),
         evaluation=EvaluationConfig(prompts=100, every=50),
-        saving=SavingConfig(every=50, keep=1),
+        saving=SavingConfig(keep=1),
         show_samples_every=25,
     )
 

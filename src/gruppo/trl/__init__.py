@@ -11,14 +11,15 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from gruppo.trl.arguments import GRPOConfig, RLOOConfig
-from gruppo.trl.trainer import GRPOTrainer, RLOOTrainer
+from gruppo.trl.arguments import GRPOConfig
+from gruppo.trl.trainer import GRPOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer"]
+__all__ = ["GRPOConfig", "GRPOTrainer"]
 
 ELSEWHERE = {
     "PPO": "TRL 1.16 has no PPO either. Here: gruppo.train(objective='ppo', ...), see "
     "docs/objectives/ppo.md",
+    "RLOO": "Here: gruppo.train(objective='rloo', ...), see docs/objectives/reinforce.md",
     "SFT": "Here demonstrations are a stage of a run: stages such as supervised:50, see "
     "docs/guides/stages.md",
 }

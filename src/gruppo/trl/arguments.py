@@ -1,5 +1,5 @@
-"""``GRPOConfig`` and ``RLOOConfig``: transformers' TrainingArguments with the fields and defaults
-that TRL 1.16 adds."""
+"""``GRPOConfig``: transformers' TrainingArguments with the fields and defaults that TRL 1.16
+adds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SCALES: dict[Any, str] = {True: "group", False: "none"}
 
 
 @dataclass
-class TrlArguments(TrainingArguments):
-    """Arguments of both trainers."""
+class GRPOConfig(TrainingArguments):
+    """Arguments of TRL 1.16's GRPOConfig, with its defaults."""
 
     learning_rate: float = 1e-6
     bf16: bool | None = None
@@ -75,51 +75,6 @@ class TrlArguments(TrainingArguments):
     use_transformers_continuous_batching: bool = False
     transformers_continuous_batching_config: dict | str | None = None
     use_transformers_paged: bool = False
-
-    def __new__(cls, *_: Any, **arguments: Any) -> Any:
-        """Refuse an unknown name with the nearest one; a dataclass's own TypeError names none."""
-        known = [f.name for f in fields(cls)]
-        for name in arguments:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"Did you mean {near[0]}?" if near else peer_options.hint(name, as_argument)
-                problem = f"{cls.__name__} of TRL 1.16 has no argument {name!r}. {hint}"
-                raise GruppoError(problem.rstrip())
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        """Derive the generation batch as TRL does, without the devices that transformers opens."""
-        if self.generation_batch_size is not None and self.steps_per_generation is not None:
-            raise GruppoError(
-                "generation_batch_size and steps_per_generation are both set; leave one of them "
-                "out."
-            )
-        # A generation is steps_per_generation micro-batches of each process.
-        rows = self.per_device_train_batch_size * self.world_size
-        if self.generation_batch_size is None:
-            accumulated = self.gradient_accumulation_steps
-            self.steps_per_generation = self.steps_per_generation or accumulated
-            self.generation_batch_size = rows * self.steps_per_generation
-        elif self.generation_batch_size % rows:
-            raise GruppoError(f"""generation_batch_size={self.generation_batch_size} is not a
-                multiple of the {rows} rows of per_device_train_batch_size on all processes. Set one
-                of the two to a divisor of the other.""")
-        else:
-            self.steps_per_generation = self.generation_batch_size // rows
-        if self.generation_batch_size % self.num_generations:
-            raise GruppoError(f"""a generation batch of {self.generation_batch_size} rows is not a
-                multiple of num_generations={self.num_generations}. Set per_device_train_batch_size
-                to one.""")
-
-    @property
-    def world_size(self) -> int:
-        return int(os.environ.get("WORLD_SIZE", 1))
-
-
-@dataclass
-class GRPOConfig(TrlArguments):
-    """Arguments of TRL 1.16's GRPOConfig, with its defaults."""
-
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
     scale_rewards: str = "group"
@@ -149,16 +104,42 @@ class GRPOConfig(TrlArguments):
     cast_lm_head_to_fp32: bool = False
     log_completions_hub_repo: str | None = None
 
+    def __new__(cls, *_: Any, **arguments: Any) -> Any:
+        """Refuse an unknown name with the nearest one; a dataclass's own TypeError names none."""
+        known = [f.name for f in fields(cls)]
+        for name in arguments:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"Did you mean {near[0]}?" if near else peer_options.hint(name, as_argument)
+                problem = f"{cls.__name__} of TRL 1.16 has no argument {name!r}. {hint}"
+                raise GruppoError(problem.rstrip())
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        super().__post_init__()
+        """Derive the generation batch as TRL does, without the devices that transformers opens."""
         self.scale_rewards = SCALES.get(self.scale_rewards, self.scale_rewards)
+        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+            raise GruppoError(
+                "generation_batch_size and steps_per_generation are both set; leave one of them "
+                "out."
+            )
+        # A generation is steps_per_generation micro-batches of each process.
+        rows = self.per_device_train_batch_size * self.world_size
+        if self.generation_batch_size is None:
+            accumulated = self.gradient_accumulation_steps
+            self.steps_per_generation = self.steps_per_generation or accumulated
+            self.generation_batch_size = rows * self.steps_per_generation
+        elif self.generation_batch_size % rows:
+            raise GruppoError(f"""generation_batch_size={self.generation_batch_size} is not a
+                multiple of the {rows} rows of per_device_train_batch_size on all processes. Set one
+                of the two to a divisor of the other.""")
+        else:
+            self.steps_per_generation = self.generation_batch_size // rows
+        if self.generation_batch_size % self.num_generations:
+            raise GruppoError(f"""a generation batch of {self.generation_batch_size} rows is not a
+                multiple of num_generations={self.num_generations}. Set per_device_train_batch_size
+                to one.""")
 
-
-@dataclass
-class RLOOConfig(TrlArguments):
-    """Arguments of TRL 1.16's RLOOConfig, with its defaults."""
-
-    num_generations: int = 2
-    beta: float = 0.05
-    normalize_advantages: bool = False
-    reward_clip_range: list[float] | None = None
+    @property
+    def world_size(self) -> int:
+        return int(os.environ.get("WORLD_SIZE", 1))

@@ -1,5 +1,4 @@
-"""``GRPOTrainer`` and ``RLOOTrainer`` with TRL's arguments and methods; a ``gruppo.Trainer`` does
-the work."""
+"""``GRPOTrainer`` with TRL's arguments and methods; a ``gruppo.Trainer`` does the work."""
 
 from __future__ import annotations
 
@@ -26,7 +25,8 @@ from gruppo.trainer.callbacks import Callback, Step
 from gruppo.trainer.evaluate import Evaluated
 from gruppo.trainer.shards import whole_parameters
 from gruppo.trainer.watch import logged
-from gruppo.trl.translation import DEFAULTS, Settings, Translation, refusal
+from gruppo.trl.arguments import GRPOConfig
+from gruppo.trl.translation import Settings, Translation, refusal
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
@@ -84,8 +84,6 @@ class GRPOTrainer:
     ``trainer.run`` is the ``gruppo.Trainer``.
     """
 
-    kind = "GRPO"
-
     def __init__(
         self,
         model: Any,
@@ -111,7 +109,7 @@ class GRPOTrainer:
             source = getattr(getattr(model, "config", None), "_name_or_path", "")
         if args is None:
             name = (source or "model").rstrip("/").split("/")[-1]
-            args = DEFAULTS[self.kind](output_dir=f"{name}-{self.kind}")
+            args = GRPOConfig(output_dir=f"{name}-GRPO")
         if environment_factory is not None:
             if train_dataset is not None or not isinstance(environment_factory, Mapping):
                 train_dataset = _with_prompts(train_dataset, args)
@@ -135,7 +133,7 @@ class GRPOTrainer:
             )
         strategy = getattr(args, "eval_strategy", "no")
         evaluates = eval_dataset is not None and getattr(strategy, "value", strategy) != "no"
-        translation = Translation(args, self.kind, rows=rows, has_evaluation=evaluates)
+        translation = Translation(args, rows=rows, has_evaluation=evaluates)
         settings, notes = translation.settings, translation.notes
         if peft_config is not None:
             settings |= _adapter(peft_config, source, notes)
@@ -176,9 +174,7 @@ class GRPOTrainer:
 
     def _refuse(self, name: str, value: Any, near: str) -> None:
         if value:
-            raise GruppoError(
-                f"{type(self).__name__}({name}=...) has no counterpart in gruppo: {near}."
-            )
+            raise GruppoError(f"GRPOTrainer({name}=...) has no counterpart in gruppo: {near}.")
 
     def _prepare_callbacks(self, callbacks: Sequence[Any]) -> None:
         from transformers import TrainerControl, TrainerState
@@ -278,38 +274,28 @@ class GRPOTrainer:
     def push_to_hub(
         self,
         commit_message: str = "End of training",
-        blocking: bool = True,
         token: str | None = None,
-        revision: str | None = None,
         **_: Any,
     ) -> str:
         """Upload the model and its card to the hub, as ``hub_model_id`` or under the name of
         ``output_dir``; return the address of the commit.
 
-        ``revision``: a branch, which is created. ``blocking`` and others have no effect.
+        Other arguments have no effect.
         """
         from gruppo.export import create_repository, upload, write_card
 
         args = self.args
         token = token or args.hub_token
-        name = args.hub_model_id or self.output_dir.resolve().name
         address = ""
         with tempfile.TemporaryDirectory(dir=self.output_dir) as work:
+            name = args.hub_model_id or self.output_dir.resolve().name
             folder = Path(work) / name.rpartition("/")[2]  # the card's title is the folder's name
             self.save_model(str(folder))
             with dist.fail_together():
                 if dist.is_main():
-                    self.hub_model_id = create_repository(
-                        name, private=args.hub_private_repo, token=token
-                    )
+                    repository = create_repository(name, private=args.hub_private_repo, token=token)
                     write_card(folder, self.run.folder, is_online=True)
-                    address = upload(
-                        folder,
-                        self.hub_model_id,
-                        message=commit_message,
-                        token=token,
-                        revision=revision or getattr(args, "hub_revision", None),
-                    )
+                    address = upload(folder, repository, message=commit_message, token=token)
         return dist.all_gather(address.encode())[0].decode()  # only the first rank knows it
 
     def add_callback(self, callback: Any) -> None:
@@ -387,12 +373,6 @@ class GRPOTrainer:
     def _metrics(self, done: Evaluated) -> dict[str, float]:
         parts = {f"eval_rewards/{name}/mean": value for name, value in done.parts.items()}
         return {"eval_reward": done.mean, **parts, "epoch": self.state.epoch or 0.0}
-
-
-class RLOOTrainer(GRPOTrainer):
-    """TRL's ``RLOOTrainer`` (1.16): see ``GRPOTrainer``."""
-
-    kind = "RLOO"
 
 
 @dataclass(eq=False)

@@ -6,20 +6,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from gruppo.config import peer_options
-from gruppo.core.objective import PRESETS
 from gruppo.errors import GruppoError, as_argument
-from gruppo.trl.arguments import GRPOConfig, RLOOConfig
+from gruppo.trl.arguments import GRPOConfig
 
 
 def _names(*lines: str) -> set[str]:
     return {name for line in lines for name in line.split()}
 
 
-DEFAULTS = {"GRPO": GRPOConfig, "RLOO": RLOOConfig}
 WITHOUT_EFFECT = _names(
     # memory and speed, which gruppo arranges itself without a change to the gradient
     "gradient_checkpointing_kwargs activation_checkpointing_kwargs torch_empty_cache_steps "
@@ -114,16 +112,16 @@ class Translation:
     ``rows``: prompts of the training data, which ``num_train_epochs`` counts.
     """
 
-    def __init__(self, args: Any, kind: str, *, rows: int, has_evaluation: bool) -> None:
+    def __init__(self, args: Any, *, rows: int, has_evaluation: bool) -> None:
         self.args = args
-        self.defaults = {f.name: f.default for f in fields(DEFAULTS[kind])}
+        self.defaults = {f.name: f.default for f in fields(GRPOConfig)}
         self.notes = list[str]()
         self.settings = self._direct()
-        self.settings |= self._rloo() if kind == "RLOO" else self._grpo()
+        self.settings |= self._objective()
         self.settings |= self._steps(rows, has_evaluation=has_evaluation)
         self.settings |= self._others()
         if self.of("use_vllm"):
-            self.settings |= self._servers(kind)
+            self.settings |= self._servers()
             self.notes.append("vLLM servers are started with gruppo serve, not with trl vllm-serve")
         if has_evaluation:
             self.notes.append(
@@ -184,7 +182,7 @@ class Translation:
             "track": tuple(name for name in trackers if name in TRACKERS),
         }
 
-    def _servers(self, kind: str) -> Settings:
+    def _servers(self) -> Settings:
         """The vLLM servers, and the correction for their arithmetic."""
         if self.of("vllm_mode") != "server":
             near = "vLLM runs in servers of its own: gruppo serve MODEL, vllm_mode='server'"
@@ -192,8 +190,7 @@ class Translation:
         own = f"http://{self.of('vllm_server_host')}:{self.of('vllm_server_port')}"
         url = (self.of("vllm_server_base_url") or own).replace("//0.0.0.0", "//127.0.0.1")
         settings: Settings = {"engine.kind": "vllm", "engine.urls": (url,)}
-        # RLOO of TRL corrects for no sampler, and its config has none of these arguments.
-        if kind == "GRPO" and self.of("vllm_importance_sampling_correction"):
+        if self.of("vllm_importance_sampling_correction"):
             level, _, correction = self.of("vllm_importance_sampling_mode").partition("_")
             cap = self.of("vllm_importance_sampling_cap")
             high = cap or self.of("vllm_importance_sampling_clip_max")
@@ -265,24 +262,7 @@ class Translation:
             )
         return settings
 
-    def _rloo(self) -> Settings:
-        of = self.of
-        for name, usual in (
-            ("num_iterations", 1),
-            ("steps_per_generation", of("gradient_accumulation_steps")),
-        ):
-            if of(name) > usual:
-                why = "RLOO takes one optimizer step per generation, with a ratio of 1"
-                raise refusal(name, of(name), why)
-        objective = asdict(PRESETS["rloo"])
-        if of("beta"):
-            objective |= {"kl": "k1", "kl_in": "reward"}
-        return {
-            **{f"objective.{name}": value for name, value in objective.items()},
-            "stage.kl_coef": of("beta"),
-        }
-
-    def _grpo(self) -> Settings:
+    def _objective(self) -> Settings:
         """The objective, the KL and the entropy bonus."""
         of = self.of
         loss = self.choice("loss_type", LOSSES)
