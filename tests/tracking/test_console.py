@@ -11,7 +11,7 @@ from rich.console import Console
 
 from gruppo.loading import visible
 from gruppo.tracking.console import ConsoleTracker, best_and_worst
-from gruppo.tracking.formatting import as_text, duration, number, shorten, trend
+from gruppo.tracking.formatting import as_text, duration, number, shorten
 from gruppo.tracking.samples import sheet_name
 
 STEP = {
@@ -179,14 +179,14 @@ def test_the_live_screen_survives_nasty_texts_and_numbers(width):
     assert "[/nonsense]" in output(live)
 
 
-def test_the_live_screen_shows_known_metrics_with_their_trends_and_no_others():
+def test_the_live_screen_shows_known_metrics_and_no_others():
     live = tracker(150, is_terminal=True)
     for step, reward in enumerate([0.0, 0.4, 1.0], start=1):
         live.log(step, STEP | {"reward/mean": reward})
     screen = final_screen(live)
     assert "step 3/150" in screen and "somebody" not in screen and "gradient norm" not in screen
     (line,) = [line for line in screen.splitlines() if line.startswith("reward ")]
-    assert line.split() == ["reward", "1", "▁▄█"]
+    assert line.split() == ["reward", "1"]
     assert "clipped above" in screen and "1.5%" in screen
 
 
@@ -249,12 +249,6 @@ def test_spans_of_time():
         "1:42",
         "2:05:09",
     ]
-
-
-def test_a_trend_is_scaled_to_the_values_that_it_shows():
-    assert trend([9, 0, 7, math.nan, 3], 4) == "▁█ ▄"  # 9 is left out; 3 is 3/7 of the range
-    assert trend([2, 2, 2], 10) == "▁▁▁"
-    assert trend([], 10) == "" and trend([1], 0) == ""
 
 
 def test_texts_stay_on_one_line_and_show_what_cannot_be_seen():

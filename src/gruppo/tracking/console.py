@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.tracking.formatting import as_text, duration, number, percent, shorten, trend
+from gruppo.tracking.formatting import as_text, duration, number, percent, shorten
 from gruppo.tracking.images import has_pixels
 from gruppo.tracking.samples import reward_of, sheet_name
 
@@ -38,10 +38,6 @@ METRICS: Mapping[str, tuple[str, str, Callable[[float], str]]] = {
 """Name on a plain line, "" for none, name on the live screen, and format."""
 TEXT_ONLY = ("entropy/mean_nats", "len/mean_actions")
 """Left out for images: constant, or dependent on which denoising steps were sampled."""
-HISTORY = 120
-"""Steps of a trend; as many are shown as fit."""
-LABEL, VALUE = 19, 9
-"""Widths of a label and of a value."""
 
 
 @dataclass(eq=False)
@@ -69,12 +65,11 @@ class ConsoleTracker:
         self._start = self.clock()
         self._step_ends: deque[float] = deque(maxlen=20)
         self._metrics: dict[str, float] = {}
-        self._history: dict[str, deque[float]] = {}
         self._stage = self._held_out = self._notice = ""
         self._samples: list[str] = []
         self._samples_at = -math.inf
         self._live: Live | None = None
-        # A log file has no cursor to move, and other encodings lack the blocks of the trends.
+        # A log file has no cursor to move, and the screen is not escaped for other encodings.
         is_screen = self.console.is_terminal and not self.console.is_dumb_terminal
         if is_screen and self.console.encoding.startswith("utf"):
             self._live = Live(
@@ -93,8 +88,6 @@ class ConsoleTracker:
             self.step, self._metrics = step, {}
             self._step_ends.append(self.clock())
         self._metrics |= shown
-        for name, value in shown.items():
-            self._history.setdefault(name, deque(maxlen=HISTORY)).append(float(value))
         index = int(shown.get("stage/number", 0)) - 1
         if 0 <= index < len(self.stages):
             self._stage = self.stages[index]
@@ -165,7 +158,7 @@ class ConsoleTracker:
             self._live.stop()
 
     def screen(self) -> RenderableType:
-        """The live screen: title, clock, metrics with trends, and samples."""
+        """The live screen: title, clock, metrics and samples."""
         left = self._seconds_left()
         clock = f"  {duration(self.clock() - self._start)} elapsed"
         if left is not None:
@@ -175,12 +168,10 @@ class ConsoleTracker:
             f"step {self.step}/{self.total_steps}  ", (title, "bold"), (clock, "dim")
         )
         metrics = dict(self._metrics)  # the logging thread replaces it
-        table = Table.grid()
+        table = Table.grid(padding=(0, 2))
         for name, (_, label, form) in METRICS.items():
             if name in metrics:
-                blocks = trend(self._history[name], self.console.width - LABEL - VALUE)
-                value = Text(form(metrics[name]).rjust(VALUE - 1) + " ", "bold")
-                table.add_row(Text(label.ljust(LABEL)), value, Text(blocks, "cyan"))
+                table.add_row(label, Text(form(metrics[name]), "bold", justify="right"))
         lines = ["  ".join(self._totals(metrics)), self._held_out, *self._samples, self._notice]
         texts = [Text(line, overflow="fold") for line in [*lines, self.progress()] if line]
         return Group(head, table, *texts)

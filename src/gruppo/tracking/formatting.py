@@ -1,10 +1,10 @@
-"""Numbers, durations, trends and arbitrary values as one line of text for a terminal."""
+"""Numbers, durations and arbitrary values as one line of text for a terminal."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ from torch import Tensor
 from gruppo.loading import visible
 
 ARRAYS = (Tensor, np.ndarray)
-BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def number(value: float | None) -> str:
@@ -36,18 +35,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def trend(values: Sequence[float], width: int) -> str:
-    """The last ``width`` values as block characters, scaled to their range; a gap where a value is
-    not finite."""
-    last = list(values)[-width:] if width > 0 else []
-    finite = [value for value in last if math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    # a constant is a line of the lowest block
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    blocks = [BLOCKS[round((v - low) * scale)] if math.isfinite(v) else " " for v in last]
-    return "".join(blocks)
 
 
 def shorten(text: str, width: int) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,208 +17,142 @@ Metrics = Sequence[Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot: file name, title, axis label, and its metrics with their legends.
+    """One plot: file name, title, axis label, and its metrics.
 
-    A metric may contain one ``*``, which any text may stand for: the legend is then that text, or
-    has it for ``{}``.
+    A metric may contain one ``*``, which any text may stand for. Those of evaluations are drawn as
+    points, settings as steps, and everything else is smoothed.
     """
 
     name: str
     title: str
     unit: str
-    metrics: Mapping[str, str]
-    points: Mapping[str, str] = field(default_factory=dict)
-    """Metrics of evaluations, drawn as points."""
+    metrics: tuple[str, ...]
     band: str = ""
     """Standard deviation on both sides of the first metric."""
-    style: str = "smoothed"
-    """smoothed, or steps: as it is."""
+    is_setting: bool = False
+    """Whether it is drawn as it is, and only if it changes."""
     least: int = 1
     """Metrics without which the panel shows nothing."""
-    only_if_it_changes: bool = False
     zero_note: str = ""
     """Why a curve may be zero up to rounding, which looks wrong."""
 
-
-def _setting(name: str, title: str, metrics: Mapping[str, str]) -> Panel:
-    return Panel(name, title, "", metrics, style="steps", only_if_it_changes=True)
+    @property
+    def points(self) -> list[str]:
+        return [name for name in self.metrics if name.startswith(("eval/", "reference/"))]
 
 
 PANELS = (
-    Panel(
-        "reward",
-        "Reward",
-        "reward",
-        {"reward/mean": "training"},
-        points={"eval/reward_mean": "held-out"},
-    ),
+    Panel("reward", "Reward", "reward", ("reward/mean", "eval/reward_mean")),
     Panel(
         "groups",
         "Reward in groups",
         "reward, mean over groups",
-        {
-            "reward/mean": "mean",
-            "reward/best_of_group_mean": "best",
-            "reward/worst_of_group_mean": "worst",
-        },
+        ("reward/mean", "reward/best_of_group_mean", "reward/worst_of_group_mean"),
+        least=2,
     ),
     Panel(
         "spread",
         "Spread of rewards",
         "standard deviation",
-        {
-            "reward/std_within_group": "within groups",
-            "reward/std_between_groups": "between groups",
-            "reward/running_std_within_group": "within groups, moving",
-        },
+        (
+            "reward/std_within_group",
+            "reward/std_between_groups",
+            "reward/running_std_within_group",
+        ),
     ),
-    Panel(
-        "zero_spread",
-        "Groups without spread",
-        "fraction",
-        {"group/zero_spread_frac": "all rewards equal"},
-    ),
+    Panel("zero_spread", "Groups without spread", "fraction", ("group/zero_spread_frac",)),
     Panel(
         "normalised_reward",
         "Normalized reward",
         "standard deviations of the group",
-        {
-            "reward/normalised_mean_abs": "mean absolute value",
-            "reward/normalised_max": "largest",
-            "reward/normalised_min": "smallest",
-        },
+        ("reward/normalised_mean_abs", "reward/normalised_max", "reward/normalised_min"),
     ),
     Panel(
         "advantage",
         "Advantage",
-        "advantage",
-        {
-            "advantage/mean": "mean ± std",
-            "advantage/max": "largest",
-            "advantage/min": "smallest",
-        },
+        "advantage, with its standard deviation",
+        ("advantage/mean", "advantage/max", "advantage/min"),
         band="advantage/std",
     ),
-    Panel("rewards", "Reward functions", "mean before weighting", {"reward/*/mean": ""}, least=2),
+    Panel("rewards", "Reward functions", "mean before weighting", ("reward/*/mean",), least=2),
     Panel(
         "correlations",
         "Correlation of rewards within groups",
         "correlation",
-        {"reward_corr_within_group/*": ""},
+        ("reward_corr_within_group/*",),
     ),
-    Panel("group_sizes", "Group sizes", "groups", {"group/size_*_count": "{} samples"}, least=2),
+    Panel("group_sizes", "Group sizes", "groups", ("group/size_*_count",), least=2),
     Panel(
         "loss",
         "Loss",
         "loss",
-        {"loss/policy": "policy", "loss/kl": "KL term", "loss/cons": "consistency"},
+        ("loss/policy", "loss/kl", "loss/cons"),
         zero_note="Zero, because each batch is used once and advantages are centered in their "
         "group. The gradient norm shows whether it learns.",
     ),
-    Panel(
-        "supervised", "Demonstrations", "nats per token, or loss per pixel", {"sup/loss_nats": ""}
-    ),
-    Panel(
-        "kl",
-        "KL divergence",
-        "nats per action",
-        {"kl/ref_nats": "to the reference", "kl/old_nats": "of the update"},
-    ),
-    Panel("entropy", "Entropy", "nats per action", {"entropy/mean_nats": ""}),
-    Panel("length", "Length", "actions per rollout", {"len/mean_actions": ""}),
-    Panel(
-        "turns", "Turns", "replies per conversation", {"turns/mean": "mean", "turns/max": "largest"}
-    ),
-    Panel(
-        "clip",
-        "Clipped actions",
-        "fraction",
-        {"clip/high_frac": "above", "clip/low_frac": "below"},
-        only_if_it_changes=True,
-    ),
-    Panel("value", "Value", "expected reward", {"value/mean": "critic", "return/mean": "return"}),
+    Panel("supervised", "Demonstrations", "nats per token, or loss per pixel", ("sup/loss_nats",)),
+    Panel("kl", "KL divergence", "nats per action", ("kl/ref_nats", "kl/old_nats")),
+    Panel("entropy", "Entropy", "nats per action", ("entropy/mean_nats",)),
+    Panel("length", "Length", "actions per rollout", ("len/mean_actions",)),
+    Panel("turns", "Turns", "answers per conversation", ("turns/mean", "turns/max")),
+    Panel("clip", "Clipped actions", "fraction", ("clip/high_frac", "clip/low_frac")),
+    Panel("value", "Value", "expected reward", ("value/mean", "return/mean")),
     Panel(
         "critic",
         "Critic",
         "fraction of the returns' variance",
-        {"value/explained_variance_frac": "explained"},
+        ("value/explained_variance_frac",),
     ),
+    Panel("epoch_ratio", "Largest ratio by epoch", "new / old probability", ("epoch/*/ratio_max",)),
+    Panel("epoch_clip", "Clipped actions by epoch", "fraction", ("epoch/*/clip_frac",)),
+    Panel("epoch_kl", "KL of the update by epoch", "nats per action", ("epoch/*/kl_old_k3_nats",)),
     Panel(
-        "epoch_ratio",
-        "Largest ratio by epoch",
-        "new / old probability",
-        {"epoch/*/ratio_max": "epoch {}"},
+        "epochs",
+        "Epochs before the KL limit",
+        "epochs",
+        ("update/epochs_count",),
+        is_setting=True,
     ),
-    Panel("epoch_clip", "Clipped actions by epoch", "fraction", {"epoch/*/clip_frac": "epoch {}"}),
-    Panel(
-        "epoch_kl",
-        "KL of the update by epoch",
-        "nats per action",
-        {"epoch/*/kl_old_k3_nats": "epoch {}"},
-    ),
-    _setting("epochs", "Epochs before the KL limit", {"update/epochs_count": "epochs"}),
-    Panel("prompts", "Reward by prompt", "mean reward", {"prompt/reward_mean/*": ""}, least=2),
+    Panel("prompts", "Reward by prompt", "mean reward", ("prompt/reward_mean/*",), least=2),
     Panel(
         "reference",
         "Policy and reference",
-        "reward",
-        {},
-        points={
-            "reference/eval_reward_mean": "reference, held-out",
-            "eval/reward_mean": "policy, held-out",
-        },
+        "held-out reward",
+        ("reference/eval_reward_mean", "eval/reward_mean"),
+        least=2,
     ),
     Panel(
         "distance",
         "Distance to the reference",
         "fraction of the weights' norm",
-        {},
-        points={"reference/distance_frac": ""},
+        ("reference/distance_frac",),
     ),
-    _setting(
+    Panel(
         "coefficients",
-        "KL and entropy coefficients",
-        {"stage/kl_coef": "KL", "stage/entropy_coef": "entropy"},
-    ),
-    _setting(
-        "terms",
         "Coefficients of the loss terms",
-        {
-            "stage/rl_coef": "policy",
-            "stage/sup_coef": "demonstrations",
-            "stage/cons_coef": "consistency",
-            "stage/value_coef": "value",
-        },
+        "coefficient",
+        ("stage/*_coef",),
+        is_setting=True,
     ),
-    _setting("temperature", "Temperature", {"stage/temperature": "sampling"}),
-    _setting("lr", "Learning rate", {"optim/lr": "learning rate"}),
+    Panel("temperature", "Temperature", "", ("stage/temperature",), is_setting=True),
+    Panel("lr", "Learning rate", "", ("optim/lr",), is_setting=True),
 )
 """All panels, in the order of the page."""
 
 
 def panels_of(metrics: Metrics) -> list[Panel]:
     """The panels that have something to show in these rows, with their metrics by full name."""
-    names = dict.fromkeys(name for row in metrics for name in row)
+    names = {name for row in metrics for name in row}
     shown = []
     for panel in PANELS:
-        found: dict[str, str] = {}
-        for pattern, legend in panel.metrics.items():
-            found |= _matching(names, pattern, legend)
-        values = [series(metrics, name)[1] for name in (*found, *list(panel.points)[:1])]
-        is_shown = any(values) and (len(found) >= panel.least or panel.points)
-        if panel.only_if_it_changes:
-            is_shown = is_shown and any(len(set(row)) > 1 for row in values)
-        if is_shown:
-            shown.append(replace(panel, metrics=found))
+        found = list[str]()
+        for pattern in panel.metrics:
+            expression = re.compile(re.escape(pattern).replace(r"\*", ".+"))
+            found += sorted(filter(expression.fullmatch, names), key=lambda name: (len(name), name))
+        different = max((len({*series(metrics, name)[1]}) for name in found), default=0)
+        if len(found) >= panel.least and different > panel.is_setting:
+            shown.append(replace(panel, metrics=tuple(found)))
     return shown
-
-
-def _matching(names: Iterable[str], pattern: str, legend: str) -> dict[str, str]:
-    """Logged metrics of a pattern with their legends: numbers in order, then words."""
-    expression = re.escape(pattern).replace(r"\*", "(.+)") + "()"
-    found = [match for name in names if (match := re.fullmatch(expression, name))]
-    found.sort(key=lambda match: (not match[1].isdecimal(), len(match[1]), match[1]))
-    return {match[0]: (legend or "{}").format(match[1]) for match in found}
 
 
 def series(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:

@@ -51,21 +51,21 @@ def plot_run(run_dir: Path, *, note: Callable[[str], None] = lambda message: Non
 def draw_panel(axes: Any, panel: Panel, metrics: Metrics, starts: Mapping[int, str]) -> None:
     """Draw one panel over the steps, with a line where a stage starts."""
     axes.set(title=panel.title, xlabel="step", ylabel=panel.unit)
-    for name, legend in panel.points.items():
-        axes.plot(*series(metrics, name), "o", label=legend)
-    for name, legend in panel.metrics.items():
+    for name in panel.metrics:
         steps, values = series(metrics, name)
-        if panel.style == "steps":
-            axes.step(steps, values, where="post", label=legend)
+        if panel.is_setting:
+            axes.step(steps, values, where="post", label=name)
+            continue
+        if name in panel.points:
+            axes.plot(steps, values, "o", label=name)
             continue
         smoothed = np.array(smooth(values))
-        (line,) = axes.plot(steps, smoothed, label=legend)
+        (line,) = axes.plot(steps, smoothed, label=name)
         axes.plot(steps, values, color=line.get_color(), alpha=0.25)
-        band = series(metrics, panel.band)[1] if name == next(iter(panel.metrics)) else []
+        band = series(metrics, panel.band)[1] if name == panel.metrics[0] else []
         if len(band) == len(values):
             axes.fill_between(steps, smoothed - band, smoothed + band, alpha=0.15)
-    if any(axes.get_legend_handles_labels()[1]):
-        axes.legend(fontsize="small")
+    axes.legend(fontsize="small")
     for step, stage in starts.items():
         axes.axvline(step - 0.5, color="gray", linestyle="--", linewidth=0.9)
         axes.text(step - 0.5, 1, stage, transform=axes.get_xaxis_transform(), fontsize="small")

@@ -82,11 +82,7 @@ class RunView:
             notices.append("completions/ is empty, so only samples of the run are listed.")
         sources = [source for source in ("completions", "samples") if self.files(source)]
         sheets = [path.name for path in (self.path / FOLDER).glob("*.png")]
-        # Lists of pairs: the lines of a panel have an order, which a JSON object does not promise.
-        panels = [
-            vars(p) | {"metrics": [*p.metrics.items()], "points": [*p.points.items()]}
-            for p in panels_of(rows)
-        ]
+        panels = [vars(panel) | {"points": panel.points} for panel in panels_of(rows)]
         return contents | {
             "name": self.name,
             "path": str(self.path.absolute()),
