@@ -102,9 +102,8 @@ def test_a_request_is_repeated_only_where_that_may_help(error, attempt, wait_s):
         ("nan", None),
         ("-1", None),
         ("1e400", None),
-        ("Wed, 21 Oct 2015 07:28:00 GMT", 0.0),
-        ("Wed, 21 Oct 99999999 07:28:00 GMT", None),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", None),
     ],
 )
-def test_retry_after_is_seconds_or_a_date_or_nothing(value, seconds):
+def test_retry_after_is_seconds_or_nothing(value, seconds):
     assert http._retry_after(value) == seconds

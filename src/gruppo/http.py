@@ -16,10 +16,8 @@ import ipaddress
 import json
 import os
 import re
-import time
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
-from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -148,12 +146,8 @@ def _error_message(text: str) -> str:
 
 
 def _retry_after(value: str) -> float | None:
-    """Seconds or a date (RFC 9110, section 10.2.3)."""
-    if re.fullmatch(r"\s*[0-9]{1,9}(\.[0-9]*)?\s*", value):
-        return float(value)
-    with suppress(ValueError, OverflowError):
-        return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    return None
+    """Seconds, as servers of models send them; a date is not read."""
+    return float(value) if re.fullmatch(r"\s*[0-9]{1,9}(\.[0-9]*)?\s*", value) else None
 
 
 def retry_wait_s(error: ServerError, attempt: int, jitter: float = 1.0) -> float | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests import processes
 from tests.doctor.planted import STEPS, write
-from tests.doctor.test_rules import FAULTS, STOPS
+from tests.doctor.test_rules import FAULTS
 
 from gruppo.cli.help import all_options
 from gruppo.config.schema import Config
@@ -122,16 +122,6 @@ def test_json_holds_the_same(tmp_path, capsys):
         "entropy"
     }
     assert {*output["checked"], *output["skipped"]} == {rule.name for rule in RULES}
-
-
-def test_a_run_from_python_gets_python_arguments(tmp_path, capsys):
-    columns = {
-        "kl/ref_nats": FAULTS["a KL that runs away"].columns["kl/ref_nats"],
-        "reward/mean": STOPS,
-    }
-    run = write(tmp_path / "run", columns, {"data": "<in memory>"})
-    assert processes.exit_code(["doctor", str(run)]) == 0
-    assert capsys.readouterr().out.endswith("gruppo.train in Python with --stage.kl-coef 0.1\n")
 
 
 @pytest.mark.parametrize("arguments", [["no/run"], ["no/run", "--json"]])

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from gruppo.tracking.files import (
-    STEPS_PER_FILE,
     CompletionFiles,
     MetricsFile,
+    completion_files,
     read_completions,
     read_metrics,
 )
@@ -201,45 +201,38 @@ def write_completions(folder, steps, *, max_bytes=1e9):
 
 
 def completion_steps(folder):
-    paths = sorted((folder / "completions").glob("*.gz"))
-    return [json.loads(line)["step"] for path in paths for line in read_completions(path)[0]]
+    paths = completion_files(folder / "completions")
+    return [json.loads(line)["step"] for path in paths for line in read_completions(path)]
 
 
 def test_every_completion_is_read_by_pandas_and_datasets(tmp_path, monkeypatch):
     import datasets
     import pandas
 
-    write_completions(tmp_path, STEPS_PER_FILE + 2)
-    first, second = paths = sorted(map(str, (tmp_path / "completions").glob("*.jsonl.gz")))
-    assert (
-        len(pandas.read_json(first, lines=True)),
-        len(pandas.read_json(second, lines=True)),
-    ) == (150, 6)
+    write_completions(tmp_path, 2)
+    paths = sorted(map(str, (tmp_path / "completions").glob("*.jsonl.gz")))
+    assert [len(pandas.read_json(path, lines=True)) for path in paths] == [3, 3]
     rows = datasets.load_dataset(
         "json", data_files=paths, split="train", cache_dir=str(tmp_path / "cache")
     )
-    assert rows["step"] == [step for step in range(1, STEPS_PER_FILE + 3) for _ in range(3)]
-    assert rows[0]["reward"] is None
+    assert rows["step"] == [1, 1, 1, 2, 2, 2] and rows[0]["reward"] is None
 
 
 def test_a_resumed_run_deletes_the_completions_after_its_checkpoint(tmp_path):
-    files = write_completions(tmp_path, STEPS_PER_FILE + 2)
-    last = tmp_path / f"completions/step_{STEPS_PER_FILE + 1:06d}.jsonl.gz"
-    last.write_bytes(last.read_bytes()[:-10])  # killed while writing
-    (tmp_path / "completions/.ipynb_checkpoints").mkdir()  # of the user's
-    files.cut(STEPS_PER_FILE + 2)
-    assert set(completion_steps(tmp_path)) == set(range(1, STEPS_PER_FILE + 2))
-    files.cut(STEPS_PER_FILE - 1)
-    files.append(STEPS_PER_FILE, [{"completion": "again"}])
-    before = [step for step in range(1, STEPS_PER_FILE) for _ in range(3)]
-    assert completion_steps(tmp_path) == [*before, STEPS_PER_FILE]
-    names = {path.name for path in (tmp_path / "completions").iterdir()}
-    assert names == {"step_000001.jsonl.gz", ".ipynb_checkpoints"}
+    files = write_completions(tmp_path, 4)
+    last = tmp_path / "completions/step_000004.jsonl.gz"
+    last.write_bytes(last.read_bytes()[:-10])  # the disk was full
+    (tmp_path / "completions/step_mine.jsonl.gz").mkdir()  # of the user's
+    assert completion_steps(tmp_path) == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    files.cut(2)
+    files.append(3, [{"completion": "again"}])
+    assert completion_steps(tmp_path) == [1, 1, 1, 2, 2, 2, 3]
+    assert not last.exists() and (tmp_path / "completions/step_mine.jsonl.gz").is_dir()
 
 
 def test_completions_stop_at_their_limit_with_one_warning(tmp_path, caplog):
     write_completions(tmp_path / "whole", 2)
-    size = (tmp_path / "whole/completions/step_000001.jsonl.gz").stat().st_size
+    size = sum(path.stat().st_size for path in tmp_path.glob("whole/completions/*.gz"))
     write_completions(tmp_path, 4, max_bytes=size)
     assert completion_steps(tmp_path) == [1, 1, 1, 2, 2, 2]
     assert caplog.text.count("completions/ has reached") == 1

@@ -65,9 +65,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 def completions(run: Path) -> list[bytes]:
     return [
-        line
-        for path in sorted((run / "completions").glob("*"))
-        for line in read_completions(path)[0]
+        line for path in sorted((run / "completions").glob("*")) for line in read_completions(path)
     ]
 
 

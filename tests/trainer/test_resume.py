@@ -380,7 +380,11 @@ def test_metrics_reach_the_disk_before_the_checkpoint_that_follows_them(tmp_path
         checkpoint.Save, "write", lambda *a, **k: (events.append("checkpoint"), save(*a, **k))
     )
     api.start(config_in(tmp_path, SIMPLE, steps=2, saving__every=1))
-    assert events == ["metrics.jsonl", "samples.jsonl", "step_000001.jsonl.gz", "checkpoint"] * 2
+    assert events == [
+        name
+        for step in (1, 2)
+        for name in ("metrics.jsonl", "samples.jsonl", f"step_00000{step}.jsonl.gz", "checkpoint")
+    ]
 
 
 def test_a_torn_evaluations_file_is_written_anew_and_partial_writes_are_removed(tmp_path, whole):

@@ -94,8 +94,6 @@ class Record:
             finite = {step: value for step, value in points.items() if math.isfinite(value)}
             self.metrics[name] = Series(name, finite)
         self.steps = max((int(row["step"]) for row in self.rows), default=0)
-        self.is_complete = (self.folder / "final").is_dir()
-        """Whether the run has ended and written its model."""
         self.stage_index = self.stage_at(self.steps)
         self.stage = self.config.plan[self.stage_index]
         self.is_image_run = find_modality(self.config.model).rewards_read_images

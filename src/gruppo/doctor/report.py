@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gruppo.config.schema import IN_MEMORY
 from gruppo.doctor.record import Record, Series
 from gruppo.doctor.rules import RULES
 from gruppo.loading import command_name, counted, visible
@@ -44,7 +43,6 @@ class Report:
         return {
             "run": str(self.run.folder),
             "steps": self.run.steps,
-            "is_complete": self.run.is_complete,
             "findings": [vars(finding) for finding in self.findings],
             "checked": [rule.name for rule in RULES if rule.name not in self.skipped],
             "skipped": dict(self.skipped),
@@ -91,27 +89,20 @@ def render(report: Report) -> str:
     checked = f"by {len(RULES) - len(report.skipped)} of {len(RULES)} rules"
     lines = [f"{run.folder}: {counted(run.steps, 'step')}, {found} {checked}"]
     for i, finding in enumerate(report.findings, start=1):
-        lines += ["", f"{i}. {finding.title} ({finding.rule})", *_text_of(finding)]
+        lines += ["", f"{i}. {finding.title} ({finding.rule})", _wrapped(finding.meaning)]
+        for metric in finding.measured:
+            pairs = zip(metric["means"], metric["steps"], strict=True)
+            texts = [f"{number(mean)} (steps {a} to {b})" for mean, (a, b) in pairs]
+            lines.append(f"   {visible(metric['metric'])}: {', then '.join(texts)}")
+        lines += [f"   Try {change}  # {why}" for change, why in finding.changes.items()]
     if report.skipped:
         reasons = ", ".join(f"{name} ({reason})" for name, reason in report.skipped.items())
         lines += ["", _wrapped(f"Not checked: {reasons}.")]
     changes = [change for finding in report.findings for change in finding.changes]
     if changes:
-        config = run.config
         command = f"{command_name()} train {shlex.quote(str(run.folder / 'config.json'))}"
-        if IN_MEMORY in (config.model, config.data, *config.reward, *config.environment.names):
-            command = "gruppo.train in Python with"
         lines += ["", f"Try one change at a time: {command} {changes[0]}"]
     return "\n".join(lines)
-
-
-def _text_of(finding: Finding) -> list[str]:
-    lines = [_wrapped(finding.meaning)]
-    for metric in finding.measured:
-        pairs = zip(metric["means"], metric["steps"], strict=True)
-        texts = [f"{number(mean)} (steps {a} to {b})" for mean, (a, b) in pairs]
-        lines.append(f"   {visible(metric['metric'])}: {', then '.join(texts)}")
-    return lines + [f"   Try {change}  # {why}" for change, why in finding.changes.items()]
 
 
 def _wrapped(text: str) -> str:

@@ -51,20 +51,14 @@ def rule(title: str, *metrics: str, min_steps: int = 3) -> Callable[[Check], Che
 
 
 def scaled(value: float | str, factor: float) -> str:
-    """A value times a factor, to two digits: of a schedule every value, of a controller the first.
+    """A value times a factor, to two digits; of a schedule its first value.
 
     >>> scaled("linear:1,0,50", 0.5)
-    'linear:0.5,0,50'
+    '0.5'
     """
-
-    def one(found: re.Match[str]) -> str:
-        number = float(found[0]) * factor
-        return f"{number:.2g}" if abs(number) < 100 else f"{number:.0f}"
-
-    text = str(value).replace(" ", "")
-    # What follows in linear and cosine are steps; of a controller the target and so on.
-    count = {"linear": 2, "cosine": 2, "adaptive": 1}.get(text.partition(":")[0], 0)
-    return re.sub(r"(^|(?<=[:,=]))[-+.\d][-+.\de]*(?=,|$)", one, text, count=count)
+    found = re.search(r"[-+.\d][-+.\de]*", str(value))
+    number = float(found[0]) * factor if found else 0.0
+    return f"{number:.2g}" if abs(number) < 100 else f"{number:.0f}"
 
 
 def times(option: str, value: float | str, factor: float) -> Changes:
@@ -145,18 +139,12 @@ def mismatch(run: Record) -> Found:
     # A few bad tokens spoil a batch without changing its mean.
     if mean.last <= allowed and not run["mismatch/max_nats"].last > 50 * allowed:
         return None
-    why = "limits the weight of an action to 2"
-    changes = set_objective(run, why, correction="truncate", correction_high=2.0)
+    text = "They disagree from the first step on, with equal weights: they differ in temperature, "
+    text += "top-k, top-p, tokenization or precision."
     if mean.values[0] <= allowed < mean.last:
-        return (
-            "They agreed at first: the sampler has older weights. The sync fails or lags.",
-            changes,
-        )
-    return (
-        "They disagree from the first step on, with equal weights: they differ in temperature, "
-        "top-k, top-p, tokenization or precision.",
-        changes,
-    )
+        text = "They agreed at first: the sampler has older weights. The sync fails or lags."
+    why = "limits the weight of an action to 2"
+    return text, set_objective(run, why, correction="truncate", correction_high=2.0)
 
 
 @rule("Rewards fail", "reward/unscored_count", min_steps=1)
@@ -232,23 +220,17 @@ def zero_spread(run: Record) -> Found:
 @rule("The warm-up is too long", "optim/lr", min_steps=1)
 def warmup_too_long(run: Record) -> Found:
     config = run.config
-    start = 0
     for index, stage in enumerate(config.plan[: run.stage_index + 1]):
-        length = stage.steps or config.steps - start
-        # The run's warm-up may reach into a stage without a learning rate of its own.
-        of_run = 0 if stage.lr is not None else config.optim.warmup_steps - start
-        warmup = max(stage.warmup_steps, of_run)
-        start += length
-        if warmup < length or length < 2:
-            continue
-        option = "--optim.warmup-steps"
-        if stage.warmup_steps >= of_run:
-            option = run.option("warmup_steps", index)
-        return (
-            f"The warm-up takes {warmup} steps and its stage has {length}. Metrics that do "
-            "not change have had no time to.",
-            {f"{option} {max(length // 10, 1)}": f"a tenth of {length} steps"},
-        )
+        length = stage.steps or config.steps
+        warmup, option = config.optim.warmup_steps, "--optim.warmup-steps"
+        if stage.lr is not None:
+            warmup, option = stage.warmup_steps, run.option("warmup_steps", index)
+        if warmup >= length >= 2:
+            return (
+                f"The warm-up takes {warmup} steps and its stage has {length}. Metrics that do "
+                "not change have had no time to.",
+                {f"{option} {max(length // 10, 1)}": f"a tenth of {length} steps"},
+            )
     return None
 
 

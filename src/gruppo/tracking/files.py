@@ -28,8 +28,6 @@ from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
 
-STEPS_PER_FILE = 50
-"""Steps of a file of completions."""
 MAX_COMPLETIONS_BYTES = 10e9
 """Size of completions/ beyond which only shown samples are kept."""
 MAX_TEXT = 1 << 30
@@ -97,13 +95,11 @@ def to_json(value: Any) -> Any:
 
 
 class CompletionFiles:
-    """Every completion of a run, in ``completions/step_000001.jsonl.gz`` and so on:
-    ``STEPS_PER_FILE`` steps each.
+    """Every completion of a run, a file for each step: ``completions/step_000001.jsonl.gz``.
 
-    Files are named by their first step and hold a gzip member for each step, one JSON object per
-    row, as pandas (``read_json(file, lines=True)``) and ``datasets`` (``load_dataset("json",
-    data_files="completions/*.gz")``) read them. Past ``max_bytes`` in all nothing more is written,
-    with one warning.
+    They hold one JSON object per row, as pandas (``read_json(file, lines=True)``) and ``datasets``
+    (``load_dataset("json", data_files="completions/*.gz")``) read them. Past ``max_bytes`` in all
+    nothing more is written, with one warning.
     """
 
     def __init__(self, run_dir: Path, max_bytes: float = MAX_COMPLETIONS_BYTES) -> None:
@@ -111,20 +107,12 @@ class CompletionFiles:
         self._size, self._is_full = 0, False
 
     def cut(self, step: int) -> None:
-        """Delete what was written after ``step``, and a last member that a kill left
-        half-written."""
-        for path in sorted(self.folder.glob("*")):
-            match = re.fullmatch(
-                r"step_(\d+)\.jsonl\.gz", path.name
-            )  # files of other names are the user's
-            if match and int(match[1]) > step:
+        """Delete the files after ``step``."""
+        for path in completion_files(self.folder):
+            if step_of(path) > step:
                 path.unlink()
-            elif match and int(match[1]) + STEPS_PER_FILE > step:
-                lines, is_whole = read_completions(path)
-                kept = [line for line in lines if parse_json(line)["step"] <= step]
-                if not is_whole or len(kept) < len(lines):
-                    replace_file(path, gzip.compress(b"".join(kept), mtime=0))
-        self._size = sum(path.stat().st_size for path in self.folder.glob("step_*.jsonl.gz"))
+            else:
+                self._size += path.stat().st_size
 
     def append(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._is_full or not rows:
@@ -132,31 +120,32 @@ class CompletionFiles:
         text = _json_text([{"step": step} | to_json(row) for row in rows])
         # half of a surrogate pair becomes "?": Arrow, which datasets uses, refuses a file with one
         data = gzip.compress(text.encode("utf-8", "replace"), mtime=0)
-        if self._size + len(data) > self.max_bytes:
+        self._size += len(data)
+        if self._size > self.max_bytes:
             self._is_full = True
             text = "completions/ has reached %g GB: from step %d on only shown samples are kept."
             return log.warning(text, self.max_bytes / 1e9, step)
-        first = (step - 1) // STEPS_PER_FILE * STEPS_PER_FILE + 1
-        path = self.folder / f"step_{first:06d}.jsonl.gz"
-        with explained_failures(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # gzip members may follow one another: nothing written before is touched
-            with path.open("ab") as file:
-                file.write(data)
-        self._size += len(data)
+        replace_file(self.folder / f"step_{step:06d}.jsonl.gz", data, is_synced=False)
 
 
-def read_completions(path: Path) -> tuple[list[bytes], bool]:
-    """Lines of a file of gzip members, and whether it is whole: a kill may leave the last member
-    half-written."""
-    data, text, is_whole = path.read_bytes(), b"", True
-    while data and is_whole:
-        member, is_whole = zlib.decompressobj(wbits=31), False  # 31: the format of gzip
-        with suppress(zlib.error):
-            part = member.decompress(data, MAX_TEXT)
-            is_whole, data = member.eof, member.unused_data
-            text += part if is_whole else b""
-    return text.splitlines(keepends=True), is_whole
+def completion_files(folder: Path) -> list[Path]:
+    """Files of completions in the order of their steps; those of other names are the user's."""
+    return sorted(filter(step_of, folder.glob("step_*.jsonl.gz")), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step of a file of completions; 0 for another file."""
+    match = re.fullmatch(r"step_(\d{1,15})\.jsonl\.gz", path.name)
+    return int(match[1]) if match else 0
+
+
+def read_completions(path: Path) -> list[bytes]:
+    """Lines of a file of completions; none of a damaged one, or beyond ``MAX_TEXT``."""
+    member = zlib.decompressobj(wbits=31)  # 31: the format of gzip
+    with suppress(zlib.error):
+        text = member.decompress(path.read_bytes(), MAX_TEXT)
+        return text.splitlines(keepends=True) if member.eof else []
+    return []
 
 
 # --- metrics and samples --------------------------------------------------------------------------

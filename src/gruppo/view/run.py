@@ -16,7 +16,7 @@ from gruppo.doctor import record
 from gruppo.doctor.report import diagnose
 from gruppo.integrity import check_links, json_lines, parse_json, read_json
 from gruppo.loading import describe_error
-from gruppo.tracking.files import read_completions, to_json
+from gruppo.tracking.files import completion_files, read_completions, step_of, to_json
 from gruppo.tracking.images import PNG
 from gruppo.tracking.panels import panels_of, stage_starts
 from gruppo.tracking.samples import FOLDER
@@ -40,7 +40,6 @@ machine."""
 NEWEST = 10**15
 """A step after all others."""
 _STEP = re.compile(rb'\{"step": ?(\d{1,15})\b')
-_FILE = re.compile(r"step_(\d{1,15})\.jsonl\.gz")
 _SHEET = re.compile(r"(step|eval)_\d+\.png")
 
 
@@ -138,10 +137,7 @@ class RunView:
         if source == "samples":
             path = self.path / "samples.jsonl"
             return [path] if _stamp(path)[1] else []
-        return sorted(
-            (path for path in self.path.glob("completions/*") if _FILE.fullmatch(path.name)),
-            key=lambda path: int(path.name[5:-9]),
-        )
+        return completion_files(self.path / "completions")
 
     def rows(self, source: str, before: int) -> tuple[bytes, int | None]:
         """JSON lines of whole steps before ``before``, and the first of these steps; None if there
@@ -152,6 +148,8 @@ class RunView:
         parts, size = list[bytes](), 0
         first: int | None = None
         for path in reversed(self.files(source)):
+            if step_of(path) >= before:
+                continue
             for step, text in reversed(_steps(path, _stamp(path))):
                 if step >= before:
                     continue
@@ -219,7 +217,7 @@ def _steps(path: Path, stamp: tuple[int, int, int]) -> list[tuple[int, bytes]]:
     out."""
     try:
         if path.suffix == ".gz":
-            lines, _ = read_completions(path)
+            lines = read_completions(path)
         else:
             lines = path.read_bytes().splitlines(keepends=True)
     except OSError:
