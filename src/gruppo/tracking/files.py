@@ -181,6 +181,8 @@ class MetricsFile(Tracker):
 
     def close(self) -> None:
         """Write ``metrics.csv``."""
+        if not self._path.exists():  # the run was deleted
+            return
         rows = read_lines(self._path)
         if not rows:  # the folder was deleted or moved, if there were any
             return
