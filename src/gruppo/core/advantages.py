@@ -19,7 +19,7 @@ from gruppo.core.groups import (
     has_no_spread,
     rounding_error,
 )
-from gruppo.core.shapes import BoolBT, FloatB, FloatBT, IntB
+from gruppo.shapes import BoolBT, FloatB, FloatBT, IntB
 
 Baseline = Literal["none", "mean", "leave_one_out", "batch_mean", "running", "prompt", "critic"]
 Scale = Literal["none", "group", "batch", "running", "prompt"]

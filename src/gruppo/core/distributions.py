@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from gruppo.core.linear_head import EntropyMode, is_plain_linear, linear_categorical
-from gruppo.core.shapes import FloatBT, FloatN, FloatNV, IntN
+from gruppo.shapes import FloatBT, FloatN, FloatNV, IntN
 
 CDF_BLOCK = 256
 """Columns summed at once by the two-level inverse CDF."""

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from gruppo.core.shapes import FloatB, FloatP, IntB, Scalar
+from gruppo.shapes import FloatB, FloatP, IntB, Scalar
 
 AllSum = Callable[[Tensor], Tensor]
 """Sum of a tensor over ranks. The identity in one process."""

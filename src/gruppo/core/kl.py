@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gruppo.core.distributions import like_events, sum_events
-from gruppo.core.shapes import BoolBT, FloatBT
 from gruppo.core.surrogates import importance_ratio
+from gruppo.shapes import BoolBT, FloatBT
 from gruppo.types import Gaussian
 
 Estimator = Literal["k1", "k2", "k3", "exact"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gruppo.core.compiled import Compiled
-from gruppo.core.shapes import FloatN, IntN
+from gruppo.shapes import FloatN, IntN
 
 EntropyMode = Literal["none", "value", "gradient"]
 """Whether the entropy is computed, and whether it can be differentiated."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from gruppo.core import surrogates
 from gruppo.core.kl import kl_penalty, masked_gaussian_kl
 from gruppo.core.objective import Objective
-from gruppo.core.shapes import BoolBT, FloatBT, Scalar
 from gruppo.core.surrogates import OwnSurrogate, log_ratio, value_loss
 from gruppo.core.weights import correction_weights
+from gruppo.shapes import BoolBT, FloatBT, Scalar
 from gruppo.types import Gaussian, GruppoError, Likelihood, Stat
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from gruppo.core.groups import AllSum, batch_moments
-from gruppo.core.shapes import BoolBT, FloatB, FloatBT, IntB
+from gruppo.shapes import BoolBT, FloatB, FloatBT, IntB
 
 
 def place_score(score: FloatB, mask: BoolBT) -> FloatBT:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gruppo.core.shapes import BoolBT, FloatBT
+from gruppo.shapes import BoolBT, FloatBT
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 SURROGATES = ("clip", "cispo", "sapo", "vespo", "reinforce")

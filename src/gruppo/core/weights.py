@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gruppo.core.shapes import BoolBT, FloatBT, IntB, Scalar
+from gruppo.shapes import BoolBT, FloatBT, IntB, Scalar
 
 Average = Literal["sequence", "token", "prompt", "constant", "sequence_sum", "sum"]
 Correction = Literal["none", "truncate", "mask"]

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from gruppo.core.distributions import chunked_categorical
 from gruppo.core.layers import recompute_layers
 from gruppo.core.linear_head import EntropyMode
-from gruppo.core.shapes import BoolBT, FloatBT, FloatN, IntB
 from gruppo.loading import counted
 from gruppo.modalities.common.adapters import save_adapter
 from gruppo.modalities.common.lora import AdaptablePolicy, has_adapter
@@ -46,6 +45,7 @@ from gruppo.protocols import (
     ShardingMixin,
     ValueHeadMixin,
 )
+from gruppo.shapes import BoolBT, FloatBT, FloatN, IntB
 from gruppo.types import (
     Finish,
     Generated,
