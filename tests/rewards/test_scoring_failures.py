@@ -12,7 +12,7 @@ import pytest
 from tests.rewards.fakes import rollouts_of
 
 from gruppo import timeouts
-from gruppo.rewards import RewardSet, scoring
+from gruppo.rewards import RewardSet
 
 
 def kinds_of(outcome):
@@ -122,19 +122,6 @@ def test_timeouts_work_off_the_main_thread():
     thread.start()
     thread.join()
     assert kinds_of(outcomes[0]) == [(0, "timeout")] and outcomes[0].rewards[1] == 1.0
-
-
-def test_with_many_calls_still_hanging_no_row_is_tried_again(monkeypatch):
-    monkeypatch.setattr(scoring, "abandoned_count", lambda: scoring.MAX_ABANDONED)
-    seen = []
-
-    def reward(completions):
-        seen.append(len(completions))
-        time.sleep(0.5)
-
-    outcome = RewardSet(reward, timeout_s=0.1).score(rollouts_of("abc"))
-    assert seen == [3] and kinds_of(outcome) == [(row, "timeout") for row in range(3)]
-    assert "calls still hang" in outcome.failures[0].message
 
 
 def test_abandoned_calls_are_counted_until_they_end():

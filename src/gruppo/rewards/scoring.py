@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,6 @@ from gruppo.timeouts import (
     CallError,
     FailureKind,
     TimedCall,
-    abandoned_count,
     call_with_timeout,
     start_call,
 )
@@ -47,8 +45,6 @@ log = logging.getLogger("gruppo")
 
 SAME_ERRORS = 4
 """Single rows that repeat the error of the whole batch before the other rows fail too."""
-MAX_ABANDONED = 32
-"""Calls that still run past their deadline; with more, rows are not retried."""
 _MAX_FLOAT32 = torch.finfo(torch.float32).max
 NAN = float("nan")
 
@@ -217,12 +213,6 @@ class RewardSet:
             f"file of the judge {name}": judge.input_digest for name, judge in self._judges.items()
         }
 
-    def attach(self, folder: Path) -> None:
-        """Count what judges use in the folder of a run, on from what it has used before. A
-        collective."""
-        for name, judge in self._judges.items():
-            judge.attach(folder / "judges" / name)
-
     def usage(self) -> dict[str, float]:
         """Metrics of what judges have used so far, over all ranks. A collective if there are
         any."""
@@ -375,8 +365,6 @@ def score_rows(
     except CallError as error:
         if len(rows) == 1 or error.kind == "count":
             result.fail(rows, error)
-        elif error.kind == "timeout" and (hanging := abandoned_count()) >= MAX_ABANDONED:
-            result.fail(rows, CallError("timeout", f"not retried: {hanging} calls still hang"))
         else:
             _retry(call, rows, result, timeout_s, error)
 
