@@ -129,16 +129,6 @@ def _load_module(place: str) -> ModuleType:
             {error}. For a file, write path/to/file.py:name.""") from error
 
 
-def functions_of(path: Path) -> list[str]:
-    """Public functions and classes of a Python file, which is not imported; none if it cannot be
-    read."""
-    with suppress(OSError, ValueError, SyntaxError):
-        body = ast.parse(path.read_bytes()).body
-        names = [n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
-        return [name for name in names if not name.startswith("_")]
-    return []
-
-
 def is_file_name(place: str) -> bool:
     """Whether a name is that of a file and not of a module."""
     return place.endswith(".py") or "/" in place or "\\" in place

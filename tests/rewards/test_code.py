@@ -60,20 +60,6 @@ def test_scores_stay_with_their_rows_however_many_run_at_once():
 
 
 @jailed
-def test_what_is_written_twice_for_one_task_is_run_once(monkeypatch):
-    ran = []
-    plain = Jail.calls
-    monkeypatch.setattr(
-        Jail,
-        "calls",
-        lambda self, program, *a, **k: ran.append(program) or plain(self, program, *a, **k),
-    )
-    other = ["assert double(2) == 5"]
-    found = code_tests()([RIGHT, HALF, RIGHT, RIGHT], tests=[DOUBLE, DOUBLE, DOUBLE, other])
-    assert found == [1.0, 1 / 3, 1.0, 0.0] and len(ran) == 3
-
-
-@jailed
 def test_each_form_of_tests_is_read():
     script = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
     lines = [

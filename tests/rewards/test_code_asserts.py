@@ -8,8 +8,14 @@ import math
 import pytest
 from tests.rewards.kernels import jailed
 
-from gruppo.rewards.code_cases import BadTest, ProgramCase, read_asserts, read_tests
-from gruppo.rewards.code_compare import equal, equal_text
+from gruppo.rewards.code_cases import (
+    BadTest,
+    ProgramCase,
+    equal,
+    equal_text,
+    read_asserts,
+    read_tests,
+)
 from gruppo.rewards.sandbox.jail import CaseResult, Jail, SandboxLimits
 
 NAN = float("nan")

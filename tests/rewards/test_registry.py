@@ -75,13 +75,13 @@ def test_an_unknown_built_in_names_the_nearest(spec):
         resolve_reward(spec)
 
 
-def test_a_file_without_a_function_names_the_functions_of_the_file_and_does_not_run_it(tmp_path):
+def test_a_file_without_a_function_is_refused_and_not_run(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "import os\ndef length(completions): ...\ndef _own(): ...\nraise ValueError('was run')\n"
     )
     with pytest.raises(
-        GruppoError, match=r"is a file; name a function of it: .*mine.py:length; it has: length\.$"
+        GruppoError, match=r"there is no reward '.*mine\.py'.*write path/to/file.py:name"
     ):
         resolve_reward(str(file))
 

@@ -126,28 +126,20 @@ class CodeTests:
     def _run(
         self, programs: Sequence[str], columns: dict[str, Any]
     ) -> list[ProgramScore | CallError | None]:
-        """Score each row by its tests. A program that occurs several times for one task is run
-        once."""
+        """Score each row by its tests."""
         column = next((name for name in self.columns if name in columns), self.columns[0])
         names = (column, "entry_point", "test_setup_code", "test_imports")
-        rows = [*zip(*(columns.get(name) or [None] * len(programs) for name in names), strict=True)]
-        # rows of a group hold the same cells
-        keys = [
-            (program, *(cell if isinstance(cell, str) else id(cell) for cell in row))
-            for program, row in zip(programs, rows, strict=True)
-        ]
-        tasks = dict(zip(keys, zip(programs, rows, strict=True), strict=True))
+        cells = [columns.get(name) or [None] * len(programs) for name in names]
         jails = _Jails(self.open_jail)
-        threads = ThreadPoolExecutor(max(1, min(self.workers, len(tasks))))
+        threads = ThreadPoolExecutor(max(1, min(self.workers, len(programs))))
         try:
-            found = dict(zip(tasks, threads.map(jails.score, tasks.values()), strict=True))
+            return list(threads.map(jails.score, programs, *cells))
         finally:
             for jail in jails.opened:  # whoever waits for one gets a SandboxError
                 jail.end()
             threads.shutdown(cancel_futures=True)
             for jail in jails.opened:
                 jail.close()
-        return [found[key] for key in keys]
 
 
 code_tests = CodeTests  # ``CodeTests`` under the name that ``--reward`` has for it
@@ -161,8 +153,9 @@ class _Jails:
         self.opened = list[Jail]()
         self.own = threading.local()
 
-    def score(self, task: tuple[str, Sequence[Any]]) -> ProgramScore | CallError | None:
-        program, (cell, entry, setup, imports) = task
+    def score(
+        self, program: str, cell: Any, entry: Any, setup: Any, imports: Any
+    ) -> ProgramScore | CallError | None:
         try:
             tests = read_tests(cell, entry=entry, setup=setup, imports=imports)
             if tests is None:

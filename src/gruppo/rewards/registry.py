@@ -89,11 +89,6 @@ def _built_in(name: str, arguments: str, workers: RewardWorkers | None) -> Any:
 
 def _refuse_unknown(spec: str, name: str, *, is_alone: bool) -> None:
     """Raise GruppoError for what is no name of a function in a file or a module."""
-    if is_alone and name.endswith(".py") and Path(name).is_file():
-        functions = loading.functions_of(Path(name))
-        has = f"; it has: {', '.join(functions)}." if functions else ". It has no public function."
-        raise GruppoError(f"""the reward {name!r} is a file; name a function of it:
-            {name}:{(*functions, "NAME")[0]}{has}""")
     try:
         top = name.partition(".")[0]  # looking for a.b would import a
         is_module = importlib.util.find_spec(top) is not None
