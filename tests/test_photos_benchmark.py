@@ -174,7 +174,7 @@ def test_a_sheet_shows_crops_at_equal_distances_side_by_side(tmp_path):
     clean = scenes(5)
     photos.sheet(
         tmp_path / "sheet.png",
-        open_restorer("dncnn:width=4", "band_gains:grid=4"),
+        open_restorer("unet:width=4", "band_gains:grid=4"),
         noisy(clean),
         clean,
         count=3,

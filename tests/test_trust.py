@@ -337,7 +337,7 @@ def test_the_function_of_a_saved_model_runs_only_where_this_user_saved_it(
 
 
 def test_the_network_of_a_saved_restorer_is_not_imported(tmp_path, evil):
-    policy = gruppo.open_restorer("dncnn", "band_gains", channels=1)
+    policy = gruppo.open_restorer("unet:width=4", "band_gains", channels=1)
     policy.save(tmp_path / "saved")
     gruppo.load_restorer(tmp_path / "saved")
     settings = json.loads((tmp_path / "saved/restorer.json").read_text()) | {
@@ -385,7 +385,7 @@ def test_every_kind_of_model_is_compared_with_its_seal(tmp_path, kind):
     if kind == "own module":
         policy = gruppo.load_policy(own_models.own("model"))
     elif kind == "restorer":
-        policy = gruppo.open_restorer("dncnn", "band_gains", channels=1)
+        policy = gruppo.open_restorer("unet:width=4", "band_gains", channels=1)
     elif kind == "denoiser":
         config = api.change(
             Config(), {"model": "unet", "data": "digits", "modality": DiffusionConfig(width=8)}

@@ -168,7 +168,7 @@ SETUPS: dict[str, Setup] = {
     ),
     "denoiser": Setup(partial(denoised, fakes_diffusion.flow_sde), kl="exact", budget=4),
     "unet": Setup(partial(denoised, unet), kl="exact", budget=8),
-    "restoration": Setup(partial(restored, pictures.learned_pixels), kl="exact", budget=1),
+    "restoration": Setup(partial(restored, pictures.pixels), kl="exact", budget=1),
     "restoration, one rank keeps nothing": Setup(
         partial(restored, pictures.low_resolution),
         kl="exact",

@@ -66,7 +66,7 @@ def images(folder: Path) -> Path:
 
 def config_of(folder: Path, **changes: Any) -> Config:
     settings: dict[str, Any] = {
-        "model": "restore:dncnn:width=8,depth=3",
+        "model": "restore:unet:width=8",
         "data": f"degrade:{images(folder / 'images')}:noise=25,crop=16",
         "reward": ("psnr",),
         "steps": 30,

@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a stage's temperature": (
         {"stage__temperature": 0.5},
-        r"temperature of 0.5: images are sampled at 1",
+        r"temperature=0.5: images are sampled at 1",
     ),
     "a temperature": (
         {"rollout__temperature": 0.5},

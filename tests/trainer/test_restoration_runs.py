@@ -47,9 +47,7 @@ COEFS = {
     "stage__kl_coef": 0.3,
     "stage__sup_coef": 0.6,
     "stage__cons_coef": 0.4,
-    "stage__entropy_coef": 0.02,
 }
-LEARNED = {"restoration__action": restoration_runs.ACTION + ",learned=true"}
 
 
 # --- a step by hand -------------------------------------------------------------------------------
@@ -63,7 +61,7 @@ def normal(run: Run, module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean [K, h, w] and std [K, 1, 1] of one picture's action, and its deterministic picture: one
     forward each."""
     means, base = module(x[None].double())
-    std = module.action.scale()[:, None, None]
+    std = module.action.std.double()
     share = ((torch.arange(8) - 1.5) / 4).clamp(0, 1)  # of the second of two cells of 4 pixels
     weights = torch.stack([1 - share, share]).double()
     up = torch.einsum("kij,ih,jw->khw", means[0], weights, weights)
@@ -71,12 +69,12 @@ def normal(run: Run, module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def losses_by_hand(run: Run, batch: TrainBatch) -> dict[str, Tensor]:
-    """Policy, KL and entropy of each row, averaged over rows; the supervised loss over
+    """Policy and KL of each row, averaged over rows; the supervised loss over
     demonstrations."""
     rollouts, module = batch.rollouts, run.policy.module
     assert rollouts is not None and batch.demos is not None
     rewards, ids = batch.rewards.double(), rollouts.group_ids
-    found: dict[str, list[Tensor]] = {"policy": [], "kl": [], "entropy": [], "sup": []}
+    found: dict[str, list[Tensor]] = {"policy": [], "kl": [], "sup": []}
     for row in range(len(rollouts)):
         x, group = rollouts.shared["degraded"][ids[row]], rewards[ids == ids[row]]
         advantage = (rewards[row] - group.mean()) / (group.std() + 1e-4)
@@ -90,9 +88,6 @@ def losses_by_hand(run: Run, batch: TrainBatch) -> dict[str, Tensor]:
         apart = (their_std / std).log() + (std**2 + (mean - theirs) ** 2) / (2 * their_std**2) - 0.5
         found["policy"].append(-advantage * logprob)
         found["kl"].append(apart.sum())
-        found["entropy"].append(
-            (std.log() + 0.5 * math.log(2 * math.pi * math.e)).expand(mean.shape).sum()
-        )
     for n, prompt in enumerate(batch.demos.prompts):
         assert torch.equal(batch.demos.shared["degraded"][n], prompt.inputs)
         picture = normal(run, module, prompt.inputs)[2]
@@ -132,7 +127,7 @@ def test_a_gradient_of_all_terms_is_the_one_by_hand(tmp_path, consistency):
     """Among several pieces, with a policy that is not its reference."""
     data = restoration_runs.degraded(tmp_path, "blur=0.5-1.5,noise=25,crop=8")
     several = {"data": data, "restoration__consistency": consistency, "optim__token_budget": 3}
-    run = in_double(built(tmp_path, is_disturbed=True, **(COEFS | LEARNED | several)))
+    run = in_double(built(tmp_path, is_disturbed=True, **(COEFS | several)))
     step_params = run.stage_schedule.step_params(0)
     batch = collect(run, step_params).batch
     run.optimizer.zero_grad()
@@ -142,12 +137,7 @@ def test_a_gradient_of_all_terms_is_the_one_by_hand(tmp_path, consistency):
     total = (
         0.7 * by_hand["policy"] + 0.3 * by_hand["kl"] + 0.6 * by_hand["sup"] + 0.4 * by_hand["cons"]
     )
-    expected = torch.cat(
-        [
-            g.flatten()
-            for g in torch.autograd.grad(total - 0.02 * by_hand["entropy"], run.parameters)
-        ]
-    )
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, run.parameters)])
     torch.testing.assert_close(
         found, expected, rtol=1e-5, atol=1e-7
     )  # advantages and weights are float32
@@ -211,7 +201,7 @@ STAGED: dict[str, Any] = {
 }
 MIXED = {"reference": {"kind": "mixed", "update_every": 2, "update_rate": 0.5, "watch_prompts": 2}}
 RUNS: dict[str, dict[str, Any]] = {
-    "new reference": LEARNED | {"reference": {"place": "device"}},
+    "new reference": {"reference": {"place": "device"}},
     "mixed": MIXED | {"restoration__consistency": "equivariance"},
     "base, frozen": {
         "stages": (WARM, replace(RAMP, new_reference=False), FULL),
@@ -261,18 +251,12 @@ def test_the_saved_model_restores_the_same_pictures_and_can_be_trained_further(t
     assert [row["ratio/mean"] for row in metrics(further) if "ratio/mean" in row] == [1.0]
 
 
-def test_what_is_chosen_again_of_a_saved_model_leaves_its_weights_and_a_fixed_std_alone(tmp_path):
+def test_what_is_chosen_again_of_a_saved_model_leaves_its_weights_alone(tmp_path):
     path = trained(tmp_path, steps=2)
     saved = load_restorer(path / "final")
     run = built(tmp_path, model=str(path), restoration__loss="l1")
     assert run.policy.loss == "l1" and run.policy.spec == saved.spec
     assert torch.equal(vector(run.policy.module), vector(saved.module))
-    trained_now = dict(run.policy.module.named_parameters())
-    fixed = [name for name, parameter in trained_now.items() if not parameter.requires_grad]
-    assert fixed == ["action.scale.log_ratio"]
-    std = trained_now["action.scale.log_ratio"].clone()
-    stepped(run)
-    assert torch.equal(trained_now["action.scale.log_ratio"], std)
 
 
 def test_what_a_caller_froze_stays_frozen_where_the_loss_is_chosen_again(tmp_path):

@@ -450,7 +450,7 @@ class Config:
 
     Bundled: smollm2-135m. A function returns a language model made by gruppo.from_module. Images: a
     denoiser or diffusers folder, diffusers:OWNER/NAME, or unet (new). Restoration: restore:unet,
-    restore:dncnn, restore:file.py:Class, or a folder.
+    restore:file.py:Class, or a folder.
     """
     data: str = ""
     """Data: a .jsonl file, a Hugging Face data set, or a built-in source.

@@ -51,12 +51,8 @@ def pixels(**choices: Any) -> RestorationPolicy:
     return policy_of(PixelNoise(std=0.1), **choices)
 
 
-def learned_pixels(**choices: Any) -> RestorationPolicy:
-    return policy_of(PixelNoise(std=0.2, learned=True), **choices)
-
-
 def low_resolution(**choices: Any) -> RestorationPolicy:
-    return policy_of(LowResolution(grid=2, std=0.1, learned=True, detached=False), **choices)
+    return policy_of(LowResolution(grid=2, std=0.1, detached=False), **choices)
 
 
 def band_gains(**choices: Any) -> RestorationPolicy:
@@ -68,7 +64,6 @@ def band_gains(**choices: Any) -> RestorationPolicy:
 
 POLICIES: list[Callable[..., RestorationPolicy]] = [
     pixels,
-    learned_pixels,
     low_resolution,
     band_gains,
 ]

@@ -17,9 +17,9 @@ from tests.modalities.restoration.fakes import (
     band_gains,
     disturb,
     doubled,
-    learned_pixels,
     low_resolution,
     picture,
+    pixels,
     policy_of,
     prompts,
     sampled,
@@ -118,7 +118,7 @@ def consistency_of(policy, rollouts, ref=None):
 
 
 def test_consistency_to_a_reference_is_to_its_picture_and_not_to_the_own():
-    policy = doubled(learned_pixels(loss="mse"))
+    policy = doubled(pixels(loss="mse"))
     rollouts, reference = sampled(policy), ReferenceModel(policy)
     assert consistency_of(policy, rollouts, reference).eq(0).all()
     disturb(policy.module)
@@ -137,7 +137,7 @@ def test_equivariance_compares_the_picture_of_a_turned_one_with_the_turned_pictu
     """By hand: the loss of each row is that of one of the seven symmetries other than none, and all
     seven come; an oblong image is only mirrored or turned by 180 degrees. A network without a
     direction has none."""
-    policy = doubled(learned_pixels(consistency=equivariance, loss="l1"))
+    policy = doubled(pixels(consistency=equivariance, loss="l1"))
     for size, fitting in ((8, {1, 2, 3, 4, 5, 6, 7}), (6, {2, 4, 6})):
         x = picture(0)[:, :size]
         one = [Request(Prompt("a", x, draw=draw), 1) for draw in range(40)]
@@ -201,7 +201,7 @@ def case_of(make) -> Case:
     return Case(policy, reference, None, batch_of(policy, reference, rollouts, torch.float64))
 
 
-PAIRS = [(learned_pixels, name) for name, preset in PRESETS.items() if not preset.has_critic]
+PAIRS = [(pixels, name) for name, preset in PRESETS.items() if not preset.has_critic]
 PAIRS += [(make, "grpo") for make in (low_resolution, band_gains)]
 
 
@@ -249,7 +249,7 @@ def test_on_the_policy_s_own_samples_every_surrogate_has_the_gradient_of_reinfor
 
 
 def test_actions_that_are_not_learned_from_may_hold_anything():
-    for make in (learned_pixels, band_gains):
+    for make in (pixels, band_gains):
         case = case_of(make)
         rollouts, loss_mask = case.batch.rollouts, case.batch.loss_mask.clone()
         loss_mask[2] = loss_mask[4] = False
@@ -268,7 +268,7 @@ def test_actions_that_are_not_learned_from_may_hold_anything():
         )
 
 
-@pytest.mark.parametrize("make", [learned_pixels, band_gains], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [pixels, band_gains], ids=lambda make: make.__name__)
 def test_the_batch_reaches_both_sides_of_the_clip(make):
     case = case_of(make)
     _, stats = learned(case, GRPO, whole_update(case))

@@ -18,7 +18,6 @@ from tests.modalities.restoration.fakes import (
 
 from gruppo.modalities.restoration import (
     BandGains,
-    DnCNN,
     LowResolution,
     PixelNoise,
     RestorationUNet,
@@ -29,11 +28,11 @@ from gruppo.modalities.restoration import (
 from gruppo.modalities.restoration.actions import open_action
 from gruppo.types import GruppoError
 
-SMALL = ("dncnn:width=4,depth=3", "unet:width=4")
+SMALL = ("unet:width=4", "unet:width=5")
 
 
 @pytest.mark.parametrize("network", SMALL)
-@pytest.mark.parametrize("action", ["pixels:std=0.05", "band_gains:grid=4,std=0.2,learned=true"])
+@pytest.mark.parametrize("action", ["pixels:std=0.05", "band_gains:grid=4,std=0.2"])
 def test_what_is_saved_and_loaded_draws_the_same(tmp_path, network, action):
     policy = open_restorer(network, action, loss="l1", seed=5)
     policy.save(tmp_path / "saved")
@@ -109,21 +108,18 @@ def test_what_is_no_network_is_refused(tmp_path, name, why):
 
 
 def test_the_weights_of_another_network_are_refused_with_the_names(tmp_path):
-    other = DnCNN(3, width=4, depth=4)
-    save_file(other.state_dict(), tmp_path / "other.safetensors")
+    other = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3)).state_dict()
+    save_file(other, tmp_path / "other.safetensors")
     with pytest.raises(GruppoError) as caught:
-        open_restorer("dncnn:width=4,depth=3", "pixels", weights=tmp_path / "other.safetensors")
+        open_restorer("unet:width=4", "pixels", weights=tmp_path / "other.safetensors")
     message = str(caught.value)
-    assert "of another network than DnCNN: 2 unknown: body.6.bias, body.6.weight" in message
-    assert (
-        "2 of another shape: body.4.bias, body.4.weight (of 6)" in message and "\n" not in message
-    )
-    half = dict(list(DnCNN(3, width=4, depth=3).state_dict().items())[:2])
-    save_file(half, tmp_path / "half.safetensors")
-    with pytest.raises(
-        GruppoError, match=r"4 missing: body.2.bias, body.2.weight, body.4.bias, body.4.weight"
-    ):
-        open_restorer("dncnn:width=4,depth=3", "pixels", weights=tmp_path / "half.safetensors")
+    assert "of another network than RestorationUNet: 28 missing: coarse.0.first.bias" in message
+    assert "2 unknown: 0.bias, 0.weight (of 28)" in message and "\n" not in message
+    changed = RestorationUNet(3, width=4).state_dict()
+    changed["down.bias"] = torch.zeros(7)
+    save_file(changed, tmp_path / "changed.safetensors")
+    with pytest.raises(GruppoError, match=r"1 of another shape: down.bias"):
+        open_restorer("unet:width=4", "pixels", weights=tmp_path / "changed.safetensors")
 
 
 def test_a_policy_s_network_begins_another_policy(tmp_path):
@@ -134,8 +130,8 @@ def test_a_policy_s_network_begins_another_policy(tmp_path):
         second.module.network.parameters(), first.module.network.parameters(), strict=True
     ):
         assert torch.equal(mine, theirs)
-    with pytest.raises(GruppoError, match="of another network than DnCNN"):
-        open_restorer("dncnn:width=4", "pixels", weights=tmp_path)
+    with pytest.raises(GruppoError, match="of another network than RestorationUNet"):
+        open_restorer("unet:width=6", "pixels", weights=tmp_path)
 
 
 def test_a_damaged_folder_is_one_line(tmp_path):
@@ -173,7 +169,6 @@ def test_networks_and_actions_are_drawn_by_the_seed_and_leave_the_generator_alon
     ("text", "made"),
     [
         ("pixels", PixelNoise(3)),
-        ("pixels:std=0.05,learned=true", PixelNoise(3, std=0.05, learned=True)),
         ("low_resolution:grid=4,detached=false", LowResolution(3, grid=4, detached=False)),
         ("band_gains:grid=4,std=0.2", BandGains(3, grid=4, std=0.2)),
     ],
@@ -204,7 +199,6 @@ def test_an_action_that_there_is_not_is_refused(text, why):
     [
         ("unett", "Did you mean unet"),
         ("unet:size=3", "there is no option 'size'"),
-        ("dncnn:depth=1", "depth=1; it needs width 1 and depth 2 or more"),
         ("unet:width=0", "width=0; it needs 1"),
     ],
 )
@@ -213,10 +207,9 @@ def test_a_network_that_there_is_not_is_refused(spec, why):
         open_network(spec)
 
 
-@pytest.mark.parametrize("make", [DnCNN, RestorationUNet])
-def test_networks_are_the_identity_at_first_of_any_size(make):
+def test_the_network_is_the_identity_at_first_of_any_size():
     torch.manual_seed(0)
-    network = make(3, width=4)
+    network = RestorationUNet(3, width=4)
     x = torch.rand(2, 3, 13, 10)
     assert torch.equal(network(x), x)
     for parameter in network.double().parameters():

@@ -13,7 +13,6 @@ from tests.modalities.restoration.fakes import (
     TinyNetwork,
     disturb,
     doubled,
-    learned_pixels,
     picture,
     pixels,
     policy_of,
@@ -130,35 +129,12 @@ def test_the_kl_is_that_of_torch_s_normals_and_of_monte_carlo(make):
     assert ((samples.mean(dim=0) - exact[0]).abs() <= 4 * error).all()
 
 
-def test_a_learned_std_has_the_gradient_of_the_density_and_decays_to_where_it_began():
-    """d log p / d log s = sum ((a - m)^2 / s^2 - 1)"""
-    policy = learned_pixels()
-    rollouts = sampled(policy)
-    likelihood = likelihood_of(policy, rollouts, "gaussian")
-    likelihood.logprobs.sum().backward()
-    z = (rollouts.actions - likelihood.gaussian.mean) / likelihood.gaussian.std
-    by_hand = (z.square() - 1).sum(dim=(0, 1, 3, 4))
-    scale = policy.module.action.scale
-    torch.testing.assert_close(
-        scale.log_ratio.grad.double(), by_hand.detach(), rtol=1e-5, atol=1e-4
-    )
-    with torch.no_grad():
-        scale.log_ratio.fill_(0.7)
-    assert scale()[1].item() == pytest.approx(0.2 * math.exp(0.7), rel=1e-6)
-    optimizer = torch.optim.AdamW([scale.log_ratio], lr=0.5, weight_decay=1.0)
-    scale.log_ratio.grad = torch.zeros(3)
-    for _ in range(30):
-        optimizer.step()
-    torch.testing.assert_close(scale().float(), torch.full((3,), 0.2))
-    assert not pixels().module.action.scale.log_ratio.requires_grad
-
-
 # --- what is shown --------------------------------------------------------------------------------
 
 
 @pytest.mark.silent_bug(38)
 def test_pixels_are_shown_as_they_are_drawn_and_saved():
-    policy = learned_pixels()
+    policy = pixels()
     rollouts = sampled(policy)
     for row, action in zip(rollouts.completions, rollouts.actions[:, 0], strict=True):
         assert torch.equal(row, quantize(action))
@@ -407,7 +383,7 @@ def test_a_network_that_changes_the_size_or_reads_other_channels_is_refused_when
     ids=["none", "bytes", "grey", "levels", "nan"],
 )
 def test_a_prompt_that_is_no_such_picture_is_refused_in_one_line(inputs, why):
-    policy = learned_pixels()
+    policy = pixels()
     error = policy.check_prompt(Prompt("x", inputs), SAMPLING)
     with pytest.raises(GruppoError, match=why):
         policy.sample([Request(Prompt("x", inputs), 1)], SAMPLING, seed=0)

@@ -4,7 +4,7 @@ into batches of rows."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gruppo.config.schema import IN_MEMORY, Config
-from gruppo.config.stages import learns_from_samples, values_of
+from gruppo.config.stages import highest, learns_from_samples, values_of
 from gruppo.modalities.common.adapters import model_of
 from gruppo.modalities.common.validation import (
     check_trust_region,
@@ -102,11 +102,12 @@ class ImageModality(Modality):
 
     def validate(self, config: Config) -> None:
         refuse_unused_options(config, self, has_consistency=self.has_consistency)
-        if other := [t for t in values_of(config, "temperature") if t != 1]:
+        if highest(config, "entropy_coef"):
             raise GruppoError(
-                f"a stage's temperature of {other[0]:g}: images are sampled at 1",
-                advice="""Leave temperature out of the stages; $diffusion.eta and std=0.1 of
-                    $restoration.action set the noise""",
+                """a stage's entropy_coef is above 0, and the entropy of an image's actions is
+                    fixed by their std""",
+                option="stage.entropy_coef",
+                advice="0; $diffusion.eta and std=0.1 of $restoration.action set the noise",
             )
         if config.model != IN_MEMORY and config.compute == "bfloat16" and not config.lora.rank:
             raise GruppoError(
@@ -119,8 +120,9 @@ class ImageModality(Modality):
     def check(
         self, config: Config, policy: Any, sampling: Any, data: PromptSource, rewards: Any
     ) -> None:
-        policy.check_sampling(sampling)
         policy.check_sampling(sampling.greedy())
+        for temperature in {sampling.temperature, *values_of(config, "temperature")}:
+            policy.check_sampling(replace(sampling, temperature=temperature))
         first = peek(data)
         errors = [policy.check_prompt(prompt, sampling) for prompt in first]
         if all(errors):

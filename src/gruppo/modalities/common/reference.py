@@ -56,24 +56,24 @@ class ReferenceModel:
         )
         self.is_offloaded = storage == "cpu" and not self.shares_module
         self._policy = policy
-        self._read: Callable[[], dict[str, Tensor]] = dict
+        self._weights: dict[str, Tensor] = {}
         if self.shares_module:
             self._trained = set(trained(policy.module))
             if self.follows_policy:
-                self._read = store(trained(policy.module))
+                self._weights = store(trained(policy.module))
             return
         policy.refresh(force=True)
         module = copy.deepcopy(policy.compute_module).requires_grad_(False).eval()
         self._policy = policy.at(module)
         computing = dict(module.named_parameters())
         kept = dict(policy.module.named_parameters()) if self.follows_policy else computing
-        self._read = computing.copy  # one copy serves for both storage and compute
+        self._weights = computing  # one copy serves for both storage and compute
         if self.is_offloaded:
-            self._read = store(kept, "cpu")
+            self._weights = store(kept, "cpu")
             for parameter in module.parameters():
                 parameter.data = parameter.data.new_empty(0)
         elif any(computing[name].dtype != tensor.dtype for name, tensor in kept.items()):
-            self._read = store(kept)
+            self._weights = store(kept)
 
     def memory_estimate(self, dtype_bytes: int) -> dict[str, float]:
         """Return bytes held during updates, with ``dtype_bytes`` per number of what computes."""
@@ -81,7 +81,7 @@ class ReferenceModel:
         if self.rule == "adapter_off" or is_elsewhere:
             return {}
         if self.shares_module:
-            return {"reference": 4.0 * sum(tensor.numel() for tensor in self._read().values())}
+            return {"reference": 4.0 * sum(tensor.numel() for tensor in self._weights.values())}
         size = dtype_bytes
         if self.follows_policy:  # float32, and a copy that computes in another dtype
             size = 4 if dtype_bytes == 4 or self.is_offloaded else 4 + dtype_bytes
@@ -96,20 +96,20 @@ class ReferenceModel:
         """Shard the copy over ranks, after the policy; see ``ShardingMixin.shard``."""
         if self.shares_module:
             if self.follows_policy:
-                self._read = store(trained(self._policy.module))
+                self._weights = store(trained(self._policy.module))
             return
         # in the dtype that they are mixed in: FSDP casts to that of compute
-        for name, weight in self._read().items():
+        for name, weight in self._weights.items():
             self.module.get_parameter(name).data = weight.detach()
         shard_policy(self._policy, apply)
         shards: dict[str, Tensor] = dict(self.module.named_parameters())
-        self._read = shards.copy
+        self._weights = shards
 
     def on_device(self) -> AbstractContextManager[None]:
         """Load offloaded weights for the length of the block; nested calls and other storage cost
         nothing."""
         is_empty = not any(parameter.numel() for parameter in self.module.parameters())
-        return swapped(self.module, self._read()) if is_empty else nullcontext()
+        return swapped(self.module, self._weights) if is_empty else nullcontext()
 
     @contextmanager
     def active(self) -> Iterator[Any]:
@@ -119,7 +119,7 @@ class ReferenceModel:
                 yield self._policy
         elif self.follows_policy:
             self._policy.refresh()  # not while its weights are swapped
-            with swapped(self.module, self._read()):
+            with swapped(self.module, self._weights):
                 yield self._policy.at(self.module)
         else:
             with without_adapter(self.module):
@@ -147,7 +147,7 @@ class ReferenceModel:
     def _mix(self, tensors: Mapping[str, Tensor], rate: float) -> None:
         """reference <- rate tensors + (1 - rate) reference. Rates 0 and 1 keep and copy every bit,
         NaN included."""
-        weights = self._read()
+        weights = self._weights
         for name, tensor in tensors.items():
             if rate == 1:
                 weights[name].copy_(tensor)
@@ -161,7 +161,7 @@ class ReferenceModel:
     def distance(self, policy: Policy) -> float:
         """|policy - reference| / |reference| over the trained weights; NaN if the reference is all
         zeros."""
-        weights, difference, norm = self._read(), 0.0, 0.0
+        weights, difference, norm = self._weights, 0.0, 0.0
         for name, tensor in trained(policy.module).items():
             reference = weights[name]
             apart = (tensor.to(reference.device) - reference).square_()
@@ -175,7 +175,7 @@ class ReferenceModel:
         """Return the weights that must never change, by name: all of a frozen copy, or the base
         below an adapter."""
         if self.rule == "frozen":
-            return self._read()
+            return self._weights
         if not self.shares_module:
             return {}
         parameters = self.module.named_parameters()
@@ -184,7 +184,7 @@ class ReferenceModel:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the weights that change: none unless the rule is "ema"; others are rebuilt from
         the first model."""
-        return self._read() if self.follows_policy else {}
+        return self._weights if self.follows_policy else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         saved = {name: list(tensor.shape) for name, tensor in state.items()}
@@ -225,9 +225,6 @@ def swapped(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
         put(before)
 
 
-def store(
-    tensors: Mapping[str, Tensor], device: str | None = None
-) -> Callable[[], dict[str, Tensor]]:
-    """Copy the tensors to a device, their own by default; return the function that reads them.
-    In-place changes of its result persist."""
-    return {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}.copy
+def store(tensors: Mapping[str, Tensor], device: str | None = None) -> dict[str, Tensor]:
+    """Copy the tensors to a device, their own by default."""
+    return {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items()}

@@ -54,13 +54,6 @@ class DiffusionModality(ImageModality):
         super().validate(config)
         self.sampling(config)  # raises for options that cannot be both sampled and scored
         model = config.model
-        if highest(config, "entropy_coef"):
-            raise GruppoError(
-                """a stage's entropy_coef is above 0, and the entropy of a denoising step is fixed
-                    by eta""",
-                option="stage.entropy_coef",
-                advice="0, and $diffusion.eta for more noise",
-            )
         if model != NEW:
             refuse_changed(config, NEW_OPTIONS, "a new network")
         if not is_pipeline(model):

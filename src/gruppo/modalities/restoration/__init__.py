@@ -8,9 +8,9 @@ from gruppo.modalities.restoration.actions import (
 )
 from gruppo.modalities.restoration.load import load_restorer, open_network, open_restorer
 from gruppo.modalities.restoration.modality import RESTORATION
-from gruppo.modalities.restoration.networks import DnCNN, RestorationUNet
+from gruppo.modalities.restoration.networks import RestorationUNet
 from gruppo.modalities.restoration.policy import RestorationPolicy
 
-__all__ = ["RESTORATION", "BandGains", "DnCNN", "LowResolution",
+__all__ = ["RESTORATION", "BandGains", "LowResolution",
            "PixelNoise", "RestorationPolicy", "RestorationUNet", "load_restorer",
            "open_network", "open_restorer"]  # fmt: skip

@@ -27,23 +27,6 @@ DETAIL_SCALE = 10.0
 image."""
 
 
-class NoiseScale(nn.Module):
-    """Standard deviations std e^w of K numbers, w learned or 0. Weight decay pulls a learned one
-    back to std."""
-
-    def __init__(self, std: float, count: int, *, learned: bool) -> None:
-        super().__init__()
-        if std <= 0:
-            raise GruppoError(f"std={std:g} of an action; it needs to be above 0. Set 0.1.")
-        self.learned = learned
-        self.register_buffer("first", torch.full((count,), std))
-        self.log_ratio = nn.Parameter(torch.zeros(count), requires_grad=learned)
-
-    def forward(self) -> Float[Tensor, "K"]:
-        """Standard deviations in float64."""
-        return self.get_buffer("first").double() * self.log_ratio.double().exp()
-
-
 class MeanHead(nn.Module):
     """From images to K numbers per cell of a grid, initially 0. It averages detail over each
     cell."""
@@ -75,16 +58,17 @@ class Action(nn.Module):
     grid: int | None = None
     """Cells per side; None if the action has the size of the image."""
     render: Any
+    std: Tensor
+    """Of each number, [K, 1, 1]."""
 
-    def __init__(
-        self, channels: int, count: int, std: float, learned: bool, **options: Any
-    ) -> None:
+    def __init__(self, channels: int, count: int, std: float, **options: Any) -> None:
         super().__init__()
         self.channels = channels
         self.count = count
-        self.scale = NoiseScale(std, count, learned=learned)
-        self.settings = {"kind": self.kind, "channels": channels, "std": std, "learned": learned}
-        self.settings |= options
+        if std <= 0:
+            raise GruppoError(f"std={std:g} of an action; it needs to be above 0. Set 0.1.")
+        self.register_buffer("std", torch.full((count, 1, 1), std), persistent=False)
+        self.settings = {"kind": self.kind, "channels": channels, "std": std, **options}
         """Arguments of the constructor, as JSON."""
 
 
@@ -97,8 +81,8 @@ class PixelNoise(Action):
 
     kind = "pixels"
 
-    def __init__(self, channels: int = 3, *, std: float = 0.01, learned: bool = False) -> None:
-        super().__init__(channels, channels, std, learned)
+    def __init__(self, channels: int = 3, *, std: float = 0.01) -> None:
+        super().__init__(channels, channels, std)
 
     def forward(self, network: NetworkCall, x: Images) -> tuple[Grid, Images]:
         base = network(x)
@@ -126,14 +110,13 @@ class GridAction(Action):
         *,
         grid: int = 8,
         std: float | None = None,
-        learned: bool = False,
         detached: bool = True,
     ) -> None:
         if grid < 1 or (self.bands and channels not in self.bands):
             raise GruppoError(f"""grid={grid} of {channels} channels: it needs 1 cell a side or
                 more, and bands of detail need 1 channel (gray) or 3 (color).""")
         count, std = self.bands.get(channels, channels), std or self.default_std
-        super().__init__(channels, count, std, learned, grid=grid, detached=detached)
+        super().__init__(channels, count, std, grid=grid, detached=detached)
         self.grid = grid
         self.detached = detached
         self.head = MeanHead(channels * (1 + self.bands.get(channels, 1)), count, grid)

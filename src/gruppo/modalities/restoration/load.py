@@ -19,7 +19,7 @@ from gruppo.modalities.restoration.policy import SETTINGS, RestorationPolicy
 from gruppo.seeds import seed_at
 from gruppo.types import GruppoError
 
-FORMS = "dncnn, unet, unet:width=32, file.py:Class or package.module:Class"
+FORMS = "unet, unet:width=32, file.py:Class or package.module:Class"
 
 
 def open_network(spec: str, *, channels: int = 3, seed: int = 0) -> nn.Module:

@@ -50,7 +50,7 @@ class RestorationModality(ImageModality):
             raise GruppoError(
                 f"model {model!r} names no network",
                 option="model",
-                advice=f"{NEW}unet, {NEW}dncnn or {NEW}FILE.py:Class",
+                advice=f"{NEW}unet or {NEW}FILE.py:Class",
             )
         if not model.startswith(NEW):
             refuse_changed(config, ("action", "weights"), "a new policy")
@@ -85,6 +85,12 @@ class RestorationModality(ImageModality):
         """Return a policy over the same weights, supervised as the options say."""
         super().adapt(config, policy, data)  # refuses adapters
         assert isinstance(policy, RestorationPolicy)
+        if not any(parameter.requires_grad for parameter in policy.module.parameters()):
+            raise GruppoError(
+                f"""nothing is to be trained: neither the network of {config.model!r} nor its action
+                    has weights that are not frozen""",
+                advice="Give the network some, or set $restoration.action low_resolution",
+            )
         chosen, policy = config.section(RestorationConfig), copy.copy(policy)
         policy.loss = chosen.loss or policy.loss
         policy.supervises = chosen.supervises or policy.supervises
@@ -99,24 +105,6 @@ class RestorationModality(ImageModality):
 
     def sampling(self, config: Config, policy: Policy | None = None) -> Sampling:
         return replace(config.rollout.sampling, max_actions=1)
-
-    def check(
-        self, config: Config, policy: Any, sampling: Any, data: PromptSource, rewards: Any
-    ) -> None:
-        super().check(config, policy, sampling, data, rewards)
-        if not any(parameter.requires_grad for parameter in policy.module.parameters()):
-            raise GruppoError(
-                f"""nothing is to be trained: neither the network of {config.model!r} nor its action
-                    has weights that are not frozen""",
-                advice="Give the network some, or set $restoration.action low_resolution",
-            )
-        if highest(config, "entropy_coef") and not policy.module.action.scale.learned:
-            raise GruppoError(
-                """a stage's entropy_coef is above 0, and the action's std is fixed, so that its
-                    entropy never changes""",
-                option="restoration.action",
-                advice="with learned=true, or $stage.entropy_coef 0",
-            )
 
     def parameter_groups(self, config: Config, policy: Policy) -> list[ParameterGroup]:
         """Group by unit: the action's gradient is of nats and the network's of pixels, with limits

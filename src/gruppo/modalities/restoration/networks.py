@@ -1,7 +1,4 @@
-"""Small restoration networks, fast on a CPU, and ``Restorer``: a network with its action.
-
-The networks take images of any size, have no batch statistics, and are initially the identity.
-"""
+"""A small restoration network, fast on a CPU, and ``Restorer``: a network with its action."""
 
 from __future__ import annotations
 
@@ -15,29 +12,6 @@ from gruppo.types import GruppoError
 
 PROBE_SIDE = 64
 """Pixels per side of the image that a new network is tried with."""
-
-
-class DnCNN(nn.Module):
-    """x + a stack of 3 x 3 convolutions at full resolution: 39 000 weights at its default sizes.
-
-    Zhang et al. 2017 (arXiv 1608.03981) with fewer, narrower layers and without batch
-    normalization, whose moving statistics would make it another function in training.
-    """
-
-    def __init__(self, channels: int = 3, *, width: int = 32, depth: int = 6) -> None:
-        super().__init__()
-        if width < 1 or depth < 2:
-            raise GruppoError(f"width={width}, depth={depth}; it needs width 1 and depth 2 or more")
-        self.sizes = {"channels": channels, "width": width, "depth": depth}
-        layers: list[nn.Module] = []
-        for count in [channels, *[width] * (depth - 2)]:
-            layers += [nn.Conv2d(count, width, 3, padding=1), nn.ReLU()]
-        self.body = nn.Sequential(*layers, nn.Conv2d(width, channels, 3, padding=1))
-        for parameter in self.body[-1].parameters():  # so that the network is the identity at first
-            nn.init.zeros_(parameter)
-
-    def forward(self, x: Images) -> Images:
-        return x + self.body(x)
 
 
 class RestorationUNet(nn.Module):
@@ -60,7 +34,7 @@ class RestorationUNet(nn.Module):
         self.up = nn.Conv2d(wide, 4 * width, 1)
         self.merge = nn.Sequential(PlainResBlock(width), PlainResBlock(width))
         self.conv_out = nn.Conv2d(width, 4 * channels, 3, padding=1)
-        for parameter in self.conv_out.parameters():  # the identity at first, as DnCNN
+        for parameter in self.conv_out.parameters():  # the identity at first
             nn.init.zeros_(parameter)
 
     def forward(self, x: Images) -> Images:
@@ -85,7 +59,7 @@ class PlainResBlock(nn.Module):
         return x + self.second(relu(self.first(x)))
 
 
-NETWORKS: dict[str, type[DnCNN] | type[RestorationUNet]] = {"dncnn": DnCNN, "unet": RestorationUNet}
+NETWORKS = {"unet": RestorationUNet}
 
 
 class Restorer(nn.Module):

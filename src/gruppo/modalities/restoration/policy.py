@@ -164,7 +164,7 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
         module, temperature = self.module, float(sampling.temperature)
         x, group = batch.inputs.to(self.device), batch.group_ids.to(self.device)
         means, base = module(x)  # [P, K, h, w], [P, C, H, W]
-        std = module.action.scale()[:, None, None]  # [K, 1, 1]
+        std = module.action.std.double()  # [K, 1, 1]
         action = means.double()[group]  # [B, K, h, w]
         if temperature:
             noise = []
@@ -228,7 +228,7 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
         if "output" in outputs:
             output = module.action.render(base, mean)[group]
         mean = mean[group][:, None]  # [b, 1, K, h, w]
-        std = module.action.scale()[:, None, None].expand(mean.shape)
+        std = module.action.std.double().expand(mean.shape)
         if "entropy" in outputs or "entropy_value" in outputs:
             entropy = torch.where(mask, gaussian_entropy(mean, std), 0)
         if "gaussian" in outputs:
