@@ -3,7 +3,7 @@
     python -m benchmarks.memory_table
 
 From the shapes of the Qwen2.5 models (built on the meta device) and the formulas of ``gruppo
-explain --gpus``.
+plan``.
 """
 
 from __future__ import annotations

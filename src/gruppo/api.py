@@ -45,7 +45,7 @@ from gruppo.tracking.plots import plot_run
 from gruppo.tracking.report import closing_lines
 from gruppo.trainer import checkpoint, checks, dry_run, loop
 from gruppo.trainer.callbacks import Callbacks, Step
-from gruppo.trainer.evaluate import Evaluated, held_out
+from gruppo.trainer.evaluate import Evaluated
 from gruppo.trainer.prefetch import PrefetchEngine
 from gruppo.trainer.run import Run
 from gruppo.trainer.run_dir import RunFolder, check_is_run, environment, functions_of
@@ -53,9 +53,6 @@ from gruppo.trainer.watch import logged, on_screen, output_may_close
 from gruppo.types import GruppoError
 
 log = logging.getLogger("gruppo")
-
-MAX_PROMPT = 120
-"""Characters of a prompt that is put into a command."""
 
 
 @dataclass(frozen=True)
@@ -561,22 +558,12 @@ def next_commands(run: Run, path: Path) -> tuple[tuple[str, str], ...]:
     gruppo, folder = shlex.quote(command_name()), shlex.quote(str(path))
     missing = missing_parts(run.config, Parts())
     commands = []
-    if "model" not in missing and (text := prompt_to_type(run)):
-        commands.append((f"{gruppo} sample {folder} {shlex.quote(text)}", "sample from the model"))
+    if "model" not in missing:
+        commands.append((f"{gruppo} sample {folder} PROMPT", "sample from the model"))
     if not missing and run.state.evaluations:
         commands.append((f"{gruppo} eval {folder}", "evaluate it again"))
     commands.append((f"{gruppo} doctor {folder}", "check its metrics for problems"))
     return tuple(commands)
-
-
-def prompt_to_type(run: Run) -> str:
-    """The first line of a held-out prompt, or of one that was trained on; "" if it has no text."""
-    prompt = next(iter(held_out(run, 1)), run.example)
-    text = "" if prompt is None else prompt.inputs
-    if isinstance(text, list) and all(isinstance(message, dict) for message in text):
-        text = next((message["content"] for message in text if message["role"] == "user"), "")
-    lines = str(text).strip().splitlines() if isinstance(text, str | int) else []
-    return lines[0][:MAX_PROMPT] if lines and lines[0].isprintable() else ""
 
 
 def explain(config: Config, *, trust_run: bool = False) -> list[str]:

@@ -84,9 +84,6 @@ def call_in_phases(act: Callable[[str], None] | None) -> None:
 def train(file: str, name: str, fault: dict[str, object] | None, restarts: int) -> None:
     """One rank of the command, as torchrun starts it; write how often each phase came."""
     os.environ |= {"TORCHELASTIC_RESTART_COUNT": str(restarts), "TORCHELASTIC_MAX_RESTARTS": "1"}
-    os.environ["TORCHELASTIC_ERROR_FILE"] = str(
-        Path(file).parent / f"{name}-error{os.environ['RANK']}.json"
-    )
     seen: Counter[str] = Counter()
 
     def act(phase: str) -> None:
@@ -162,12 +159,6 @@ class Faults:
             else [line for line in victim.err.splitlines() if line.startswith("gruppo: ")]
         )
         assert len(said) == 1 and named in said[0], f"{said}: {speaker.err[-2000:]}"
-        error = json.loads((self.folder / f"{name}-error{1 - fault.victim}.json").read_text())[
-            "message"
-        ]["message"]
-        assert error.startswith("Failed: rank " if fault.action == "fail" else "RankLost: rank "), (
-            error
-        )
         again = processes.ranks(
             2, train, file, name, None, 1, folder=self.folder / f"{name}-second"
         )

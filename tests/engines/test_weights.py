@@ -281,26 +281,24 @@ def test_a_cache_that_is_not_cleared_is_refused(engine, servers, policy):
     assert "prefix cache" in engine.replicas[1].why
 
 
-def raw(server: FakeServer) -> Callable[[str, Any, Any], Any]:
+def raw(server: FakeServer, ids: list[int], logprobs: list[float]) -> list[float]:
+    return score(server.policy, ids)[-len(logprobs) :]
+
+
+def off_by_one(server: FakeServer, ids: list[int], logprobs: list[float]) -> list[float]:
+    return [*logprobs[1:], logprobs[0]]
+
+
+def reporting(server: FakeServer, report: Callable[..., list[float]]) -> Callable[..., Any]:
+    """Answers with other log-probs of the tokens that are sampled."""
+
     def answer(path: str, body: Any, answer: Any) -> Any:
         if path.endswith("generate") and body["sampling_params"].get("prompt_logprobs") is None:
-            content = answer["choices"][0]["logprobs"]["content"]
-            ids = [*body["token_ids"], *answer["choices"][0]["token_ids"]]
-            for entry, logprob in zip(
-                content, score(server.policy, ids)[-len(content) :], strict=True
-            ):
-                entry["logprob"] = logprob
-        return answer
-
-    return answer
-
-
-def off_by_one(server: FakeServer) -> Callable[[str, Any, Any], Any]:
-    def answer(path: str, body: Any, answer: Any) -> Any:
-        if path.endswith("generate") and body["sampling_params"].get("prompt_logprobs") is None:
-            content = answer["choices"][0]["logprobs"]["content"]
-            logprobs = [entry["logprob"] for entry in content]
-            for entry, logprob in zip(content, [*logprobs[1:], logprobs[0]], strict=True):
+            choice = answer["choices"][0]
+            content = choice["logprobs"]["content"]
+            ids = [*body["token_ids"], *choice["token_ids"]]
+            reported = report(server, ids, [entry["logprob"] for entry in content])
+            for entry, logprob in zip(content, reported, strict=True):
                 entry["logprob"] = logprob
         return answer
 
@@ -309,7 +307,7 @@ def off_by_one(server: FakeServer) -> Callable[[str, Any, Any], Any]:
 
 @pytest.mark.parametrize("report", [raw, off_by_one])
 def test_log_probs_that_are_not_those_of_sampling_are_refused(engine, servers, policy, report):
-    servers[1].answer = report(servers[1])
+    servers[1].answer = reporting(servers[1], report)
     engine.sync(policy, 0)
     assert left_out(engine) == [False, True]
     assert "log-probs of tokens that it samples" in engine.replicas[1].why

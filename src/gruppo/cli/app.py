@@ -139,7 +139,6 @@ def _exit_codes(is_debug: bool) -> Iterator[None]:
         if os.environ.get("WORLD_SIZE", "1") != "1":
             from gruppo import distributed as dist
 
-            dist.record_error(error)
             if dist.is_reported(error):
                 message = ""
     finally:

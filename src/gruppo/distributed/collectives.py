@@ -210,7 +210,6 @@ def _end_stuck() -> None:
     assert _heartbeat is not None
     error = _reason(_heartbeat, RuntimeError("timed out"))
     assert error is not None
-    record_error(error)
     if not _heartbeat.is_reported():
         os.write(2, f"gruppo: {describe_error(error)[0]}\n".encode())
     os._exit(error.exit_code)
@@ -252,16 +251,6 @@ def is_reported(error: Exception) -> bool:
     if td.is_initialized():
         td.destroy_process_group()  # closes the connections, at which the others stop waiting
     return heartbeat.is_reported()
-
-
-def record_error(error: BaseException) -> None:
-    """Write the error file of this rank, as ``torch.distributed.elastic`` expects it, where a
-    launcher asks for one."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        with suppress(OSError):
-            get_error_handler().record_exception(error)
 
 
 def share_failure(error: Exception | None, status: int = 0, *, in_step: bool = False) -> int:

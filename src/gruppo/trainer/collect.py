@@ -84,7 +84,6 @@ def sample(run: Run, step_params: StepParams) -> Sampled:
         latest = _round(run, step_params, _requests(run, slots, size))
         rounds += [latest] if latest else []
         sampled += len(slots) * size
-    run.example = run.example or rounds[0].rollouts.prompts[0]
     grown = None
     if config.first_samples:
         grown = _round(

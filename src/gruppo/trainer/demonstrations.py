@@ -192,7 +192,6 @@ def demonstrations(run: Run, step_params: StepParams) -> Rollouts | None:
         prompts, skipped = take_demonstrations(run)
         demos = part(run.policy, DemonstrationMixin).demonstrations(prompts, seed=run.config.seed)
     run.recorder.metrics["sup/skipped_count"] = float(skipped)
-    run.example = run.example or prompts[0]
     return demos
 
 

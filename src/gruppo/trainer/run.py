@@ -28,7 +28,7 @@ from gruppo.rewards.answers import TrainerState
 from gruppo.trainer.recorder import Recorder
 from gruppo.trainer.signals import Stopper
 from gruppo.trainer.stages import StageSchedule
-from gruppo.types import Prompt, Sampling
+from gruppo.types import Sampling
 
 
 @dataclass
@@ -102,8 +102,6 @@ class Run:
     """Whether a callback or the caller has ended the run."""
     known: dict[str, float] = field(default_factory=dict)
     """Latest value of each metric logged since the run was started or resumed."""
-    example: Prompt | None = None
-    """A prompt that was trained on since the run was started or resumed."""
 
     def __post_init__(self) -> None:
         self.sampling = self.sampling or self.config.rollout.sampling
