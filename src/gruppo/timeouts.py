@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import ctypes
-import difflib
 import inspect
 import queue
 import sys
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gruppo.errors import DataError, GruppoError
-from gruppo.loading import visible
+from gruppo.loading import did_you_mean, visible
 
 FailureKind = Literal["exception", "timeout", "count", "not_finite"]
 this_thread = threading.local()
@@ -113,9 +112,8 @@ class CallThread:
         call = TimedCall(fn, on_done)
         if self.thread is None:
             self._calls: queue.SimpleQueue[TimedCall | None] = queue.SimpleQueue()
-            torch = sys.modules.get("torch")
-            has_device = torch is not None and torch.cuda.is_initialized()
-            device = torch.cuda.current_device() if torch is not None and has_device else None
+            torch: Any = sys.modules.get("torch")
+            device = torch.cuda.current_device() if torch and torch.cuda.is_initialized() else None
             self.thread = threading.Thread(
                 target=contextvars.copy_context().run,
                 args=(_make_calls, self._calls, device),
@@ -276,12 +274,12 @@ def require_columns(
 ) -> None:
     """Refuse a function, such as "reward 'mine'", that requires a keyword which is no column of the
     data."""
+    known = [*columns, *provided]
     for name, is_required in parameters.items():
-        if is_required and name not in {*provided, *columns}:
-            nearest = difflib.get_close_matches(name, [*columns, *provided], n=1, cutoff=0.5)
-            guess = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        if is_required and name not in known:
             has = ", ".join(sorted(columns)) or "no columns"
             if provided:
                 has += f" (and every {what.split()[0]} can ask for {', '.join(provided)})"
             raise DataError(f"""{what} asks for {name!r}, which the data do not have; they have:
-                {has}.{guess} Rename the argument, give it a default, or add the column.""")
+                {has}.{did_you_mean(name, known)} Rename the argument, give it a default, or add
+                the column.""")

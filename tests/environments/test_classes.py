@@ -510,7 +510,7 @@ def makes_nothing():
         ),
         (
             lambda: Environment(Reader).check(["level"]),
-            r"environment 'Reader' \(reset\) asks for 'levle'.*mean 'level'",
+            r"environment 'Reader' \(reset\) asks for 'levle'.*mean level",
         ),
         (
             lambda: Environment({"a": Counter}).check(["start"]),

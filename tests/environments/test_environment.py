@@ -224,7 +224,7 @@ def test_columns_that_are_not_there_are_refused_with_the_nearest():
         return text
 
     with pytest.raises(
-        DataError, match=r"environment 'reply' asks for 'levle'.*they have: level.*mean 'level'\?"
+        DataError, match=r"environment 'reply' asks for 'levle'.*they have: level.*mean level\?"
     ):
         Environment(reply).check(["level"])
     Environment(reply).check(["levle"])

@@ -132,7 +132,7 @@ def test_a_missing_column_is_refused_before_sampling_with_the_columns_and_the_ne
         return [0.0] * len(completions)
 
     with pytest.raises(
-        DataError, match=r"asks for 'anwser'.*they have: answer, level .*Did you mean 'answer'\?"
+        DataError, match=r"asks for 'anwser'.*they have: answer, level .*Did you mean answer\?"
     ):
         RewardSet(reward).check(["level", "answer"])
     with pytest.raises(DataError, match="asks for 'anwser'"):

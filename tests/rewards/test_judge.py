@@ -242,7 +242,7 @@ def test_the_judge_reads_conversations_and_the_reference_column(server, tmp_path
     file = write_judge(tmp_path / "j.toml", server, 'reference = "gold"')
     rewards = RewardSet([Judge(file)])
     with pytest.raises(
-        DataError, match=r"asks for 'gold', which the data do not have.*Did you mean 'golds'\?"
+        DataError, match=r"asks for 'gold', which the data do not have.*Did you mean golds\?"
     ):
         rewards.check(["golds"])
     rows = rollouts_of([[{"role": "assistant", "content": "yes"}]], metas=[{"gold": "no"}])

@@ -187,7 +187,7 @@ def test_the_live_screen_shows_known_metrics_and_no_others():
     assert "step 3/150" in screen and "somebody" not in screen and "gradient norm" not in screen
     (line,) = [line for line in screen.splitlines() if line.startswith("reward ")]
     assert line.split() == ["reward", "1"]
-    assert "clipped above" in screen and "1.5%" in screen
+    assert "clipped above" in screen and "0.015" in screen
 
 
 def test_time_left_counts_down_while_a_step_runs():

@@ -15,27 +15,27 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gruppo.tracking.formatting import as_text, duration, number, percent, shorten
+from gruppo.tracking.formatting import as_text, duration, number, shorten
 from gruppo.tracking.images import has_pixels
 from gruppo.tracking.samples import reward_of, sheet_name
 
 Row = Mapping[str, Any]
 
-METRICS: Mapping[str, tuple[str, str, Callable[[float], str]]] = {
-    "sup/loss_nats": ("sup", "demo loss, nats", number),
-    "reward/mean": ("reward", "reward", number),
-    "reward/std_within_group": ("spread", "spread in a group", number),
-    "group/zero_spread_frac": ("", "groups w/o spread", percent),
-    "kl/ref_nats": ("kl", "KL to reference", number),
-    "entropy/mean_nats": ("entropy", "entropy, nats", number),
-    "len/mean_actions": ("len", "length, actions", number),
-    "clip/high_frac": ("", "clipped above", percent),
-    "grad/norm": ("", "gradient norm", number),
-    "time/rollout_s": ("", "seconds of rollout", number),
-    "time/update_s": ("", "seconds of update", number),
-    "mem/peak_gib": ("", "memory, GiB", number),
+METRICS: Mapping[str, tuple[str, str]] = {
+    "sup/loss_nats": ("sup", "demo loss, nats"),
+    "reward/mean": ("reward", "reward"),
+    "reward/std_within_group": ("spread", "spread in a group"),
+    "group/zero_spread_frac": ("", "groups w/o spread"),
+    "kl/ref_nats": ("kl", "KL to reference"),
+    "entropy/mean_nats": ("entropy", "entropy, nats"),
+    "len/mean_actions": ("len", "length, actions"),
+    "clip/high_frac": ("", "clipped above"),
+    "grad/norm": ("", "gradient norm"),
+    "time/rollout_s": ("", "seconds of rollout"),
+    "time/update_s": ("", "seconds of update"),
+    "mem/peak_gib": ("", "memory, GiB"),
 }
-"""Name on a plain line, "" for none, name on the live screen, and format."""
+"""Name on a plain line, "" for none, and name on the live screen."""
 TEXT_ONLY = ("entropy/mean_nats", "len/mean_actions")
 """Left out for images: constant, or dependent on which denoising steps were sampled."""
 
@@ -107,7 +107,7 @@ class ConsoleTracker:
         """A plain line of metrics; empty for those of an evaluation alone."""
         words = [
             f"{name} {number(metrics[metric])}"
-            for metric, (name, _, _) in METRICS.items()
+            for metric, (name, _) in METRICS.items()
             if name and metric in metrics
         ]
         words += self._totals(metrics)
@@ -169,9 +169,9 @@ class ConsoleTracker:
         )
         metrics = dict(self._metrics)  # the logging thread replaces it
         table = Table.grid(padding=(0, 2))
-        for name, (_, label, form) in METRICS.items():
+        for name, (_, label) in METRICS.items():
             if name in metrics:
-                table.add_row(label, Text(form(metrics[name]), "bold", justify="right"))
+                table.add_row(label, Text(number(metrics[name]), "bold", justify="right"))
         lines = ["  ".join(self._totals(metrics)), self._held_out, *self._samples, self._notice]
         texts = [Text(line, overflow="fold") for line in [*lines, self.progress()] if line]
         return Group(head, table, *texts)

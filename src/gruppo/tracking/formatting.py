@@ -26,10 +26,6 @@ def number(value: float | None) -> str:
     return f"{value:.2g}" if abs(value) < 0.1 else f"{value:.3g}"
 
 
-def percent(fraction: float) -> str:
-    return "-" if math.isnan(fraction) else f"{100 * fraction:.3g}%"
-
-
 def duration(seconds: float) -> str:
     """1:42 or 2:05:09; hours are not turned into days."""
     minutes, rest = divmod(round(max(seconds, 0)), 60)

@@ -14,9 +14,9 @@ from typing import Any
 
 from gruppo.doctor import record
 from gruppo.doctor.report import diagnose
-from gruppo.integrity import check_links, json_lines, parse_json, read_json
+from gruppo.integrity import check_links, read_json
 from gruppo.loading import describe_error
-from gruppo.tracking.files import completion_files, read_completions, step_of, to_json
+from gruppo.tracking.files import completion_files, read_completions, read_metrics, step_of, to_json
 from gruppo.tracking.images import PNG
 from gruppo.tracking.panels import panels_of, stage_starts
 from gruppo.tracking.samples import FOLDER
@@ -111,14 +111,14 @@ class RunView:
 
     def _diagnosed(self, notices: list[str]) -> tuple[Any, dict[str, Any]]:
         """Metrics by step, and the doctor's findings."""
+        rows: Any = []
         try:
-            report = diagnose(record.read(self.path))
-            return report.run.rows, report.to_dict()
+            rows = read_metrics(self.path)
+            return rows, diagnose(record.read(self.path)).to_dict()
         except Exception as error:  # a damaged or older folder; the rest of the page is shown
-            rows, unreadable = readable_rows(self.path / "metrics.jsonl")
-            if unreadable:
-                notices.append(f"{unreadable} lines of metrics.jsonl cannot be read.")
-            return rows, {"error": describe_error(error)[0]}
+            problem = describe_error(error)[0]
+            notices += [] if rows else [problem]
+            return rows, {"error": problem}
 
     def metrics(self, version: str = "", start: int = 0) -> tuple[bytes, str]:
         """Lines of metrics.jsonl from byte ``start``, and the file's version; all of them if it was
@@ -186,20 +186,6 @@ def open_runs(folders: Sequence[str]) -> list[RunView]:
         for path, name in zip(paths, names, strict=True)
     ]
     return list(map(RunView, paths, names))
-
-
-def readable_rows(path: Path) -> tuple[list[dict[str, float]], int]:
-    """Rows of a damaged file of metrics with their numbers, and the count of lines that are left
-    out."""
-    rows, unreadable = list[dict[str, float]](), 0
-    for line in json_lines(path) if path.is_file() else ():
-        try:
-            row = parse_json(line)
-            numbers = {n: float(v) for n, v in row.items() if isinstance(v, int | float | str)}
-            rows.append(numbers | {"step": int(row["step"])})
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            unreadable += 1
-    return rows, unreadable
 
 
 def _stamp(path: Path | int) -> tuple[int, int, int]:
