@@ -77,14 +77,6 @@ def test_a_healthy_run_has_no_problems(tmp_path):
     assert "Try" not in output
 
 
-def test_what_is_too_early_to_tell_is_said_apart(tmp_path):
-    run = write(tmp_path / "run", {})
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[:8]))
-    output = " ".join(text(run).split())
-    assert "gradient-clipping (grad/norm was logged in 8 steps; 9 are needed)" in output
-
-
 def test_control_characters_of_a_reward_reach_no_terminal(tmp_path):
     failures = [{"reward": "f", "kind": "exception", "message": "\x1b[31mred\nline"}]
     files = {"samples.jsonl": json.dumps({"step": 1, "failures": failures}) + "\n"}

@@ -178,14 +178,6 @@ def test_an_async_reply_that_blocks_ends_its_turn():
     assert {answer.kind for answer in answers} == {"timeout"}
 
 
-def test_functions_that_return_an_awaitable_are_waited_for_too():
-    async def later(text):
-        return text + "!"
-
-    assert reply_to(lambda text: later(text), timeout_s=20)[0][0]["content"] == "7!"
-    assert reply_to(lambda text: later(text), timeout_s=None)[0][0]["content"] == "7!"
-
-
 @pytest.mark.parametrize("timeout_s", [20.0, None])
 def test_an_async_reply_that_leaves_costs_its_conversation_alone(timeout_s):
     async def reply(text):

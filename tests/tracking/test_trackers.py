@@ -4,7 +4,6 @@ end a run."""
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import sys
 import threading
@@ -308,30 +307,6 @@ def test_pictures_are_the_sheet_that_the_run_has_drawn(
         tracker.log_samples(2, rows)
     assert opened[0][1].rows == [(None, {"step": 2, "samples_sheet": ("image", str(file))})]
     assert tracks[0][1].rows == [(2, {"samples_sheet": ("image", str(file))})]
-
-
-def test_a_whole_run_logs_its_metrics_file_to_wandb_and_trackio(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened, tracks = fake_wandb(monkeypatch), fake_trackio(monkeypatch)
-    config = tiny.config(tmp_path, track=("wandb", "trackio"), steps=2)
-    run = api.start(config).folder
-    logged: dict[int, dict[str, float]] = {}
-    for _, row in opened[0][1].rows:
-        logged.setdefault(row["step"], {}).update(row)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rows and all(
-        logged[row["step"]][name] == row[name]
-        for row in rows
-        for name in row
-        if row[name] is not None
-    )
-    assert {step for step, _ in tracks[0][1].rows} == {row["step"] for row in rows}
-    assert (
-        opened[0][0]["config"]["rollout.group_size"] == 3
-        and opened[0][1].is_finished
-        and tracks[0][1].is_finished
-    )
 
 
 def test_settings_are_leaves_under_dotted_names(tmp_path: Path) -> None:
