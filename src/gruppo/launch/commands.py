@@ -3,9 +3,9 @@ anything starts."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -55,9 +55,9 @@ class Launch:
 
     @property
     def gpus_per_server(self) -> int:
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1, dest="gpus")
-        return int(parser.parse_known_args(self.vllm)[0].gpus)
+        words = " ".join(self.vllm)
+        size = re.search(r"(?:--tensor-parallel-size|-tp)[ =](\d+)", words)
+        return int(size[1]) if size else 1
 
     @property
     def _trust(self) -> list[str]:

@@ -103,6 +103,8 @@ class GRPOTrainer:
     ) -> None:
         self._refuse("rollout_func", rollout_func, "an engine samples, engine=... of Trainer")
         self._refuse("quantization_config", quantization_config, "lora__rank trains few weights")
+        near = "a reward model's own tokenizer is used"
+        self._refuse("reward_processing_classes", reward_processing_classes, near)
         self._refuse("optimizers", any(optimizers), "AdamW; optim__lr and so on set it")
         source = model
         if not isinstance(model, str):
@@ -140,7 +142,7 @@ class GRPOTrainer:
         if tools or environment_factory:
             settings |= _conversations(args, tools, environment_factory, notes)
         policy = self._policy(model, settings)
-        self.rewards = _rewards(reward_funcs, reward_processing_classes)
+        self.rewards = _rewards(reward_funcs)
         if not self.rewards and not environment_factory:
             raise GruppoError(
                 "reward_funcs is missing; it needs a function, the name of a reward model, or a "
@@ -480,18 +482,16 @@ def _conversations(args: Any, tools: Any, factory: Any, notes: list[str]) -> Set
     return settings
 
 
-def _rewards(reward_funcs: Any, tokenizers: Any) -> list[Any]:
+def _rewards(reward_funcs: Any) -> list[Any]:
     """Functions as they are; reward models by their name or as a module."""
     functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    if not isinstance(tokenizers, list | tuple):
-        tokenizers = [tokenizers] * len(functions)
     rewards = list[Any]()
-    for function, tokenizer in zip(functions, tokenizers, strict=True):
+    for function in functions:
         if isinstance(function, str):
-            function = RewardModel(function, tokenizer, name=_short_name(function))
+            function = RewardModel(function, name=_short_name(function))
         elif hasattr(function, "state_dict"):
             name = _short_name(function.config._name_or_path)
-            function = RewardModel(function, tokenizer or _tokenizer_of(function), name=name)
+            function = RewardModel(function, _tokenizer_of(function), name=name)
         if function is not None:
             rewards.append(function)
     return rewards
