@@ -204,7 +204,7 @@ class ScoringNetwork:
         self.head, self.output = head, output
         self.label = _label_index(self.module.config, label, self.name)
         self.memory_bytes = sum(p.numel() * p.element_size() for p in self.module.parameters())
-        positions = getattr(config, "max_position_embeddings", 0)
+        positions = getattr(config, "max_position_embeddings", None) or NO_LIMIT
         limits = [positions, self.tokenizer.model_max_length, NO_LIMIT]
         self.max_length = max_length or int(min(limit for limit in limits if limit > 0))
         self.pad_id = config.pad_token_id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,55 +27,49 @@ def clip_score(model: str | Path = CLIP, *, device: str = "cpu") -> ImageReward:
     Captions longer than the model's context are truncated. Text painted into the image is read as
     if it were shown.
     """
-    module, preprocess = _clip("clip_score", str(model), str(model), device)
-    return _per_image("clip_score", lambda *pair: _cosine(module, preprocess, *pair))
+    return _clip_reward("clip_score", str(model), str(model), device)
 
 
 def pick_score(model: str | Path = PICKSCORE, *, device: str = "cpu") -> ImageReward:
     """PickScore: the cosine times the model's own scale, about 15 to 25 (arXiv 2305.01569)."""
     processor = PICKSCORE_PROCESSOR if str(model) == PICKSCORE else str(model)
-    module, preprocess = _clip("pick_score", str(model), processor, device)
-    scale = float(module.logit_scale.exp())
-    return _per_image("pick_score", lambda *pair: scale * _cosine(module, preprocess, *pair))
+    return _clip_reward("pick_score", str(model), processor, device)
 
 
-def _clip(reward: str, model: str, processor: str, device: str) -> tuple[Any, Any]:
-    """A CLIP model and its processor."""
+def _clip_reward(name: str, model: str, processor: str, device: str) -> ImageReward:
+    """Return a reward function of images, which are read as RGB images of Pillow, and captions."""
     import transformers
 
     try:
         module = transformers.CLIPModel.from_pretrained(model, use_safetensors=True)
         preprocess = transformers.CLIPProcessor.from_pretrained(processor)
     except Exception as error:  # transformers, its tokenizers and the hub raise many kinds
-        raise GruppoError(f"""{reward}: the CLIP model {model!r} could not be loaded:
+        raise GruppoError(f"""{name}: the CLIP model {model!r} could not be loaded:
             {transformers_error(error, "model")} Set model= to a folder with a CLIP model in
             safetensors and its processor, or to a hub id that this machine can reach. Image
             processors need {install_command("images")}.""") from error
-    return module.requires_grad_(False).eval().to(device), preprocess
-
-
-def _cosine(module: Any, preprocess: Any, caption: str, image: Any) -> float:
-    inputs = preprocess(
-        text=[caption], images=[image], return_tensors="pt", padding=True, truncation=True
-    )
-    output = module(**inputs.to(module.device))
-    return float(torch.cosine_similarity(output.image_embeds, output.text_embeds))
-
-
-def _per_image(name: str, score: Callable[[str, Any], float]) -> ImageReward:
-    """Return a reward function that scores each caption and image, an RGB image of Pillow."""
+    module.requires_grad_(False).eval().to(device)
+    scale = float(module.logit_scale.exp()) if name == "pick_score" else 1.0
 
     @torch.no_grad()
     def reward(images: Sequence[Tensor], prompts: Sequence[Any], **_: Any) -> list[float | None]:
-        scores: list[float | None] = []
-        for image, prompt in zip(images, prompts, strict=True):
+        scores: list[float | None] = [NAN] * len(images)
+        for n, (image, prompt) in enumerate(zip(images, prompts, strict=True)):
             if not isinstance(prompt, Sequence):
                 raise GruppoError(f"""{name} reads captions, and a prompt is {prompt!r:.60}
                     ({type(prompt).__name__}). Use data with captions, or the reward classifier for
                     classes.""")
-            is_finite = bool(image.isfinite().all())
-            picture = to_pillow(image).convert("RGB") if is_finite else None
-            scores.append(float(score(plain_text(prompt).strip(), picture)) if is_finite else NAN)
+            if bool(image.isfinite().all()):
+                inputs = preprocess(
+                    text=[plain_text(prompt).strip()],
+                    images=[to_pillow(image).convert("RGB")],
+                    return_tensors="pt",
+                    padding=True,
+                    truncation=True,
+                )
+                output = module(**inputs.to(device))
+                cosine = torch.cosine_similarity(output.image_embeds, output.text_embeds)
+                scores[n] = scale * float(cosine)
         return scores
 
     reward.__name__ = name
