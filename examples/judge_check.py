@@ -64,7 +64,7 @@ def check_judge(file: str, labels: Path) -> list[str]:
     pairs = f"{found['pairs']:.0f} pairs with different labels"
     lines.append(f"accuracy       {found['accuracy']:.3f}  of {pairs}")
     lines.append(f"Kendall tau-b  {found['tau']:.3f}")
-    return [*lines, judge.describe_usage(judge.usage())]
+    return [*lines, f"used           {judge.usage()}"]
 
 
 def read_labels(path: Path, reference: str = "") -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ def test_a_check_grades_labelled_completions_counts_failures_and_names_the_cost(
         and "1 x the judge's answer is not" in output
     )
     assert "accuracy       0.667  of 3 pairs" in output and "Kendall tau-b  0.333" in output
-    assert "judge j: 4 calls (0 retries)" in output
+    assert "{'calls_count': 4.0, 'retries_count': 0.0" in output
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def test_the_cost_is_in_the_metrics_the_result_and_on_the_screen(server, tmp_pat
     assert f"{len(server.bodies):,} calls" in result.costs[0]
     # the metrics count the evaluation after the last step too
     assert last["judge/mine/calls_count"] == len(server.bodies)
-    assert f" {last['judge/mine/cache_hits_count']:,.0f} answers from the cache" in result.costs[0]
+    assert f" {last['judge/mine/cache_hits_count']:,.0f} cache hits" in result.costs[0]
     api.finish(result, show=True)
     assert result.costs[0] in capsys.readouterr().out
     asked = len(server.bodies)

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from gruppo.loading import check_listed, visible
-from gruppo.rewards.judge_client import COUNTS, JudgeClient
+from gruppo.rewards.judge_client import JudgeClient
 from gruppo.rewards.judge_file import REASON, JudgeConfig, load_judge
 from gruppo.rewards.text import text_of
 from gruppo.timeouts import CallError, describe_error
@@ -108,15 +108,6 @@ class Judge:
     def usage(self) -> dict[str, float]:
         """Counts so far, on this rank."""
         return {f"{name}_count": float(count) for name, count in self.client.counts.items()}
-
-    def describe_usage(self, total: Mapping[str, float]) -> str:
-        """Describe the sums of ``usage`` in one line."""
-        count = {name: f"{total[f'{name}_count']:,.0f}" for name in COUNTS}
-        return (
-            f"judge {self.__name__}: {count['calls']} calls ({count['retries']} retries),"
-            f" {count['cache_hits']} answers from the cache, {count['input_tokens']} tokens in,"
-            f" {count['output_tokens']} out, {count['failed']} questions without a verdict"
-        )
 
 
 def request_body(config: JudgeConfig, question: Mapping[str, Any]) -> dict[str, Any]:

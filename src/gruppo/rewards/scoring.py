@@ -174,7 +174,7 @@ class RewardSet:
         self.memory_bytes = {name: count for name, count in memory.items() if count}
         """Memory of the reward models' weights, by name."""
         self._judges: dict[str, Any] = {
-            name: reward.fn for name, reward in opened if hasattr(reward.fn, "describe_usage")
+            name: reward.fn for name, reward in opened if hasattr(reward.fn, "usage")
         }
 
     def announce_soft_deadlines(self) -> None:
@@ -229,10 +229,14 @@ class RewardSet:
     def describe_usage(self, usage: Mapping[str, float]) -> list[str]:
         """A line for each judge."""
         lines = []
-        for name, judge in self._judges.items():
+        for name in self._judges:
             start = f"judge/{name}/"
-            own = {key.removeprefix(start): x for key, x in usage.items() if key.startswith(start)}
-            lines.append(judge.describe_usage(own))
+            counts = []
+            for key, x in usage.items():
+                if key.startswith(start):
+                    what = key.removeprefix(start).removesuffix("_count").replace("_", " ")
+                    counts.append(f"{x:,.0f} {what}")
+            lines.append(f"judge {name}: {', '.join(counts)}")
         return lines
 
     def score(
