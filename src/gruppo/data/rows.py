@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +42,7 @@ def row_source(
     them under the names of the data set. The held-out split goes by the content of the prompt, so
     duplicates fall on one side.
     """
-    if not rows:
-        raise DataError(f"{name} has no rows; it needs at least one prompt to learn from.")
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, Mapping):
-            raise DataError(
-                f"row {number} of {name} is of type {type(row).__name__}; it needs a dict of "
-                f"columns."
-            )
-    columns = tuple(dict.fromkeys(column for row in rows for column in row))
-    for column in filter(None, (prompt_column, target_column)):
-        if column not in columns:
-            raise DataError(
-                f"{name} has no column {column!r}; its columns are {', '.join(map(repr, columns))}",
-                advice=f"""Name the right one with $prompts.column or
-                    $prompts.target_column.{did_you_mean(column, columns)}""",
-            )
+    columns = _columns(rows, name, filter(None, (prompt_column, target_column)))
     target_column = target_column or next((c for c in TARGET_COLUMNS if c in columns), None)
     inputs = [
         checked_inputs(row.get(prompt_column), f"row {n} of {name}")
@@ -80,6 +65,28 @@ def row_source(
     source = IndexedSource(name, seed, train, held_out, prompt_at, columns, digest.hexdigest())
     source.all_items = range(len(rows))
     return source
+
+
+def _columns(rows: Sequence[Any], name: str, required: Iterable[str]) -> tuple[str, ...]:
+    """The columns of all rows; an error for rows that are not dicts, and required columns that none
+    has."""
+    if not rows:
+        raise DataError(f"{name} has no rows; it needs at least one prompt to learn from.")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"row {number} of {name} is of type {type(row).__name__}; it needs a dict of "
+                f"columns."
+            )
+    columns = tuple(dict.fromkeys(column for row in rows for column in row))
+    for column in required:
+        if column not in columns:
+            raise DataError(
+                f"{name} has no column {column!r}; its columns are {', '.join(map(repr, columns))}",
+                advice=f"""Name the right one with $prompts.column or
+                    $prompts.target_column.{did_you_mean(column, columns)}""",
+            )
+    return columns
 
 
 def _described(value: object) -> str:

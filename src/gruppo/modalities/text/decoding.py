@@ -243,16 +243,15 @@ class LayeredDecoding:
         """
         at_once = max(1, READ_AT_ONCE // len(self.first))  # columns in one pass
         tokens = torch.cat(list(unread))
-        device = tokens.device
-        counts = torch.tensor([len(ids) for ids in unread], device=device)
-        slot = self.slot_of_row.repeat_interleave(counts)
         columns = [torch.arange(self.prefix_len - len(ids), self.prefix_len) for ids in unread]
-        column = torch.cat(columns).to(device)
-        for start in range(self.prefix_len - int(counts.max()), self.prefix_len, at_once):
+        column = torch.cat(columns).to(tokens.device)
+        counts = torch.tensor([len(ids) for ids in unread], device=tokens.device)
+        slot = self.slot_of_row.repeat_interleave(counts)
+        for start in range(int(column.min()), self.prefix_len, at_once):
             stop = min(start + at_once, self.prefix_len)
             is_now = (column >= start) & (column < stop)
             at, slots = column[is_now], slot[is_now]
-            seen = torch.arange(stop, device=device)
+            seen = torch.arange(stop, device=tokens.device)
             # columns before the row's first token, and those after the query
             hidden = (seen < self.first[:, None, None]) | (seen > seen[start:, None])
             hidden = hidden.view(self.groups, 1, self.width, 1, stop - start, stop)

@@ -158,11 +158,10 @@ def _load(
     kind = "tokenizer"
     hf_logging.disable_progress_bar()
     try:
-        config_file = folder / "config.json"
-        entries = (
-            read_json(config_file) if is_local else PretrainedConfig.get_config_dict(source)[0]
-        )
-        check_layers(entries, source)
+        if is_local:
+            check_layers(read_json(folder / "config.json"), source)
+        else:
+            check_layers(PretrainedConfig.get_config_dict(source)[0], source)
         tokenizer = AutoTokenizer.from_pretrained(
             Path(tokenizer_path).expanduser(), trust_remote_code=trust_remote_code
         )
