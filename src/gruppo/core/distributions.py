@@ -72,9 +72,8 @@ def apply_top_k_top_p(
 def _nucleus(p: FloatNV, top_p: float) -> Bool[Tensor, "N V"]:
     """The most likely actions until they reach ``top_p``; ties go to the first."""
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
-    reached = (
-        ordered.cumsum(dim=-1) - ordered < top_p
-    )  # mass before this action is still short of top_p
+    # the mass before this action is still short of top_p
+    reached = ordered.cumsum(dim=-1) - ordered < top_p
     return torch.zeros_like(reached).scatter(-1, order, reached)
 
 
@@ -123,18 +122,12 @@ def _sample_logits(logits: FloatNV, uniforms: FloatN) -> tuple[Tensor, Tensor]:
     mass = mass.double()
     block, remainder = _invert_cdf(mass, uniforms.to(mass) * mass.sum(dim=-1))
     # Within the block the search goes on with what remains of the uniform.
-    columns = block[:, None] * CDF_BLOCK + torch.arange(
-        CDF_BLOCK, device=p.device
-    )  # [N, CDF_BLOCK]
-    within = (
-        p.gather(-1, columns.clamp(max=vocabulary - 1))
-        .masked_fill(columns >= vocabulary, 0)
-        .double()
-    )
+    columns = block[:, None] * CDF_BLOCK + torch.arange(CDF_BLOCK, device=p.device)
+    within = p.gather(-1, columns.clamp(max=vocabulary - 1))  # [N, CDF_BLOCK]
+    within = within.masked_fill(columns >= vocabulary, 0).double()
     column, _ = _invert_cdf(within, remainder)
-    actions = (block * CDF_BLOCK + column).clamp(
-        max=vocabulary - 1
-    )  # beyond the end only for logits not finite
+    # beyond the end only for logits that are not finite
+    actions = (block * CDF_BLOCK + column).clamp(max=vocabulary - 1)
     return actions, p.gather(-1, actions[:, None])[:, 0].log()
 
 
@@ -203,11 +196,11 @@ class _CategoricalLogprob(torch.autograd.Function):
         ctx.save_for_backward(scaled, log_total, actions, temperature)
         ctx.dtype = logits.dtype
         entropy = torch.zeros_like(log_total)
-        if (
-            with_entropy
-        ):  # log sum exp(z) - sum p z, where -inf becomes a number so that 0 times it is 0
-            p, lowest = (scaled - log_total[:, None]).exp_(), torch.finfo(scaled.dtype).min
-            entropy = log_total - torch.einsum("nv,nv->n", p, scaled.clamp(min=lowest))
+        if with_entropy:
+            # log sum exp(z) - sum p z, where -inf becomes a number so that 0 times it is 0
+            p = (scaled - log_total[:, None]).exp_()
+            z = scaled.clamp(min=torch.finfo(scaled.dtype).min)
+            entropy = log_total - torch.einsum("nv,nv->n", p, z)
         ctx.mark_non_differentiable(entropy)
         return scaled.gather(-1, actions[:, None])[:, 0] - log_total, entropy
 
@@ -252,17 +245,11 @@ def chunked_categorical(
     def score(x: Tensor, a: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
         return categorical(head(x), a, t, top_k=top_k, top_p=top_p, entropy=entropy)
 
-    parts: list[tuple[Tensor, Tensor | None]] = []
-    for inputs in zip(
-        features.split(chunk), actions.split(chunk), temperature.split(chunk), strict=True
-    ):
-        if torch.is_grad_enabled():  # whatever requires a gradient: features, or the head alone
-            parts.append(checkpoint(score, *inputs, use_reentrant=False))
-        else:
-            parts.append(score(*inputs))
-    logprobs = torch.cat([logprobs for logprobs, _ in parts])
-    entropies = [nats for _, nats in parts if nats is not None]
-    return logprobs, torch.cat(entropies) if entropies else None
+    # whatever requires a gradient: features, or the head alone
+    run = partial(checkpoint, score, use_reentrant=False) if torch.is_grad_enabled() else score
+    inputs = (x.split(chunk) for x in (features, actions, temperature))
+    logprobs, nats = zip(*map(run, *inputs), strict=True)
+    return torch.cat(logprobs), None if entropy == "none" else torch.cat(nats)
 
 
 @torch.no_grad()

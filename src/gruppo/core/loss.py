@@ -20,7 +20,7 @@ from gruppo.types import Gaussian, GruppoError, Likelihood, Stat
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """What the loss of a micro-batch needs beside the likelihood."""
+    """Inputs of the loss of a micro-batch besides the likelihood."""
 
     advantages: FloatBT
     loss_mask: BoolBT
@@ -104,14 +104,12 @@ def policy_loss(
         per_action = weight * per_action
         stats["correction/weight"] = Stat.of(weight, loss_mask)
 
-    if (
-        likelihood.gaussian is not None and batch.old_gaussian is not None
-    ):  # exact, in place of estimates
+    if likelihood.gaussian is not None and batch.old_gaussian is not None:
+        # exact, in place of estimates
         kl_old = masked_gaussian_kl(likelihood.gaussian, batch.old_gaussian, loss_mask).detach()
         stats |= dict.fromkeys(("kl/old_nats", "kl/old_k3_nats"), Stat.of(kl_old, loss_mask))
-    if (
-        o.kl_mask
-    ):  # drop actions beyond the trust region whose update would move further away: A log r > 0
+    if o.kl_mask:
+        # drop actions beyond the trust region whose update would move further away: A log r > 0
         is_masked = loss_mask & (kl_old > o.kl_mask) & (advantages * drift > 0)
         per_action = torch.where(is_masked, 0, per_action)
         stats["clip/kl_mask_frac"] = Stat.of(is_masked.double(), loss_mask)
@@ -121,9 +119,8 @@ def policy_loss(
     if batch.ref is not None:
         ref_logprobs, is_exact = batch.ref.logprobs.detach(), o.kl == "exact"
         if likelihood.gaussian is not None and batch.ref.gaussian is not None:
-            with torch.set_grad_enabled(
-                torch.is_grad_enabled() and is_exact
-            ):  # a metric needs no gradient
+            # a metric needs no gradient
+            with torch.set_grad_enabled(torch.is_grad_enabled() and is_exact):
                 kl = masked_gaussian_kl(likelihood.gaussian, batch.ref.gaussian, loss_mask)
         elif is_exact:
             raise GruppoError(
@@ -183,11 +180,11 @@ def _surrogate_losses(
         problem = f"surrogate={o.surrogate!r} is a function's name, and only a run loads it"
         raise GruppoError(problem, option="objective.surrogate", advice="clip")
     losses = own_surrogate(ratio, advantages, torch.where(loss_mask, logprobs, 0), loss_mask)
-    shape = getattr(losses, "shape", type(losses).__name__)
-    if shape != loss_mask.shape:
+    shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    if shape != list(loss_mask.shape):
         raise GruppoError(
             f"""the surrogate {o.surrogate} returned {shape}; it needs the loss of each action,
-                {loss_mask.shape}""",
+                {list(loss_mask.shape)}""",
             option="objective.surrogate",
         )
     return losses
