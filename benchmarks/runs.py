@@ -44,7 +44,7 @@ def one_step(run: Run) -> dict[str, Any]:
     began = time.perf_counter()
     run.recorder = Recorder()
     collected = collect(run, step_params)
-    metrics = collected_metrics(run, collected, step_params)
+    metrics = collected_metrics(run, collected)
     with run.recorder.time("update"):
         metrics |= learn(run, collected.batch, step_params)
     metrics |= run.recorder.metrics

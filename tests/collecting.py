@@ -4,17 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from gruppo.trainer import collect as collecting
-from gruppo.trainer.loop import _totals
 from gruppo.trainer.metrics import collected_metrics
 from gruppo.trainer.recorder import Recorder
 
 
 def collect(run: Any, step_params: Any) -> Any:
     run.recorder = Recorder()
-    before = _totals(run)
     collected = collecting.collect(run, step_params)
-    metrics = collected_metrics(run, collected, step_params) | run.recorder.metrics
-    metrics |= {name: total - before[name] for name, total in _totals(run).items()}
+    metrics = collected_metrics(run, collected) | run.recorder.metrics
     return SimpleNamespace(
         batch=collected.batch,
         sampled=collected.sampled,

@@ -12,8 +12,7 @@ from tests.trainer.test_step import run_in
 
 from gruppo.build import place
 from gruppo.loading import describe_error
-from gruppo.platforms import usable_cuda
-from gruppo.trainer import forward
+from gruppo.platforms import free_bytes, usable_cuda
 from gruppo.types import GruppoError
 
 OLD_DRIVER = (
@@ -115,4 +114,4 @@ def test_free_memory_of_a_device_is_what_it_reports_and_what_torch_holds_unused(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 8 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
-    assert forward.free_bytes(torch.device("cuda")) == free + 400
+    assert free_bytes(torch.device("cuda")) == free + 400

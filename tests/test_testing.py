@@ -237,10 +237,10 @@ BROKEN = {
     ),
     "samples a row less": (
         changed(group_ids=lambda r: r.group_ids[1:]),
-        r"group_ids has the shape \(4,\); 5 samples",
+        r"group_ids has the shape \[4\]; 5 samples",
     ),
-    "has wide log-probs": (wider("sampler_logprobs"), r"sampler_logprobs has the shape \(5, 5\)"),
-    "lacks outputs": (changed(completions=()), "0 completions for 5 samples"),
+    "has wide log-probs": (wider("sampler_logprobs"), r"sampler_logprobs has the shape \[5, 5\]"),
+    "lacks outputs": (changed(completions=()), "0 completions and 5 finish for 5 samples"),
     "mixes groups": (changed(group_ids=lambda r: r.group_ids * 0), "samples of each prompt"),
     "repeats a prompt": (changed(prompts=lambda r: (r.prompts[0],) * 2), "samples of each prompt"),
     "masks by number": (

@@ -48,23 +48,22 @@ from gruppo.protocols import (
     MemoryMixin,
     Modality,
     Policy,
+    RecomputeMixin,
     Reference,
     ServingMixin,
-    ShardingMixin,
     ValueHeadMixin,
     digest,
     part,
     peek,
-    shard_policy,
 )
 from gruppo.rewards.registry import absolute_reward, resolve_reward
 from gruppo.rewards.remote import RewardWorkers
 from gruppo.rewards.scoring import RewardSet
 from gruppo.testing import check_engine, check_policy
 from gruppo.trainer import checks
+from gruppo.trainer.checks import has_reference
 from gruppo.trainer.demonstrations import check_demos, open_demos
 from gruppo.trainer.evaluate import held_out
-from gruppo.trainer.references import has_reference
 from gruppo.trainer.run import Run, trained
 from gruppo.types import DataError, GruppoError
 from gruppo.worker import IS_AVAILABLE
@@ -355,7 +354,7 @@ def open_surrogate(config: Config) -> Callable[..., Any] | None:
 
 def recompute(policy: Policy, critic: Critic | None) -> None:
     """Compute activations again in the backward pass."""
-    if not isinstance(policy, ShardingMixin):
+    if not isinstance(policy, RecomputeMixin):
         raise GruppoError(
             f"optim.recompute=layer: {type(policy).__name__} does not define recompute",
             option="optim.recompute",
@@ -448,7 +447,7 @@ def shard(
         sha256["first_weights_sha256"] = digest(
             part(policy, AdapterMixin).frozen_base() | policy.checkpoint_weights()
         )
-    shard_policy(policy, apply)
+    policy.shard(apply)
     if critic is not None:
         critic.shard(apply)
     if reference is not None:

@@ -112,6 +112,14 @@ class Policy:
         vars(other).pop("value_head", None)
         return other
 
+    def shard(self, apply: Callable[..., None]) -> None:
+        """Shard the weights over ranks, in place, with ``apply(module, units=None,
+        compute_dtype=None)``.
+
+        ``units``: parts that are sharded by themselves; None for the layers of the module.
+        """
+        apply(self.module)
+
     def checkpoint_weights(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds: parameters and persistent buffers by name, tied weights
         once."""
@@ -131,8 +139,7 @@ class Policy:
         for name, tensor in self.checkpoint_weights().items():
             # copy_ would broadcast some other shapes
             if name not in weights or weights[name].shape != tensor.shape:
-                found = list(weights[name].shape) if name in weights else "missing"
-                raise GruppoError(f"""{folder}: {name} is {found}, and this policy needs
+                raise GruppoError(f"""{folder}: {name} is missing or not of the shape
                     {list(tensor.shape)}. Open the folder with the function that made the
                     policy.""")
             tensor.copy_(weights[name])
@@ -287,18 +294,8 @@ class RestorationMixin:
         raise NotImplementedError
 
 
-class ShardingMixin:
-    """A policy that shards or recomputes parts of its own."""
-
-    module: nn.Module
-
-    def shard(self, apply: Callable[..., None]) -> None:
-        """Shard the weights over ranks, in place, with ``apply(module, units=None,
-        compute_dtype=None)``.
-
-        ``units``: parts that are sharded by themselves; None for the layers of the module.
-        """
-        apply(self.module)
+class RecomputeMixin:
+    """A policy that can compute activations again in the backward pass."""
 
     def recompute(self) -> None:
         """Compute the activations of each layer again in the backward pass, instead of keeping
@@ -456,14 +453,6 @@ def part(policy: Any, kind: type[T]) -> T:
     return policy if isinstance(policy, kind) else kind()
 
 
-def shard_policy(policy: Policy, apply: Callable[..., None]) -> None:
-    """Shard the weights of a policy over ranks, in place; see ``ShardingMixin.shard``."""
-    if isinstance(policy, ShardingMixin):
-        policy.shard(apply)
-    else:
-        apply(policy.module)
-
-
 def save_with_origin(policy: Policy, folder: Path) -> None:
     """Save a policy, and the function that makes it, if one does."""
     policy.save(folder)
@@ -490,9 +479,9 @@ class Modality:
         return False
 
     def check_objective(self, config: Any, **facts: Any) -> None:
-        """Raise GruppoError where the objective does not suit actions and lengths of this modality.
+        """Raise GruppoError if the objective does not suit actions and lengths of this modality.
 
-        ``facts``: what ``Objective.check`` needs to know of the run beside.
+        ``facts``: what else ``Objective.check`` needs to know of the run.
         """
         max_length = config.rollout.max_new_tokens if self.has_lengths else None
         config.objective.check(max_length=max_length, is_gaussian=self.is_gaussian, **facts)
@@ -664,12 +653,12 @@ class Critic(Protocol):
         """Return what a checkpoint of the critic holds, by name."""
 
     def shard(self, apply: Callable[..., None]) -> None:
-        """Shard the network of its own over ranks, if it has one; see ``ShardingMixin.shard``."""
+        """Shard the network of its own over ranks, if it has one; see ``Policy.shard``."""
         return
 
     def recompute(self) -> None:
         """Compute activations of a network of its own again in the backward pass; see
-        ``ShardingMixin.recompute``."""
+        ``RecomputeMixin.recompute``."""
         return
 
     def zero_grad(self) -> None:

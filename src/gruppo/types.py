@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Literal, Self
 
 import torch
@@ -142,31 +142,25 @@ class Rollouts:
         """Concatenate rows. Those of the same prompt and draw become one group; shorter parts are
         padded."""
         prompts = [prompt for part in parts for prompt in part.prompts]
-        group_of: dict[tuple[str, int], int] = {}
-        firsts: list[int] = []  # position of each new group's first prompt
-        new_ids: list[int] = []  # new group of each prompt
-        for position, prompt in enumerate(prompts):
-            group = group_of.setdefault((prompt.id, prompt.draw), len(firsts))
-            new_ids.append(group)
-            if group == len(firsts):
-                firsts.append(position)
-        index, sizes = torch.tensor(firsts, dtype=torch.long), [len(part.prompts) for part in parts]
-        ids_of = torch.tensor(new_ids, dtype=torch.long).split(sizes)
+        seen: dict[tuple[str, int], int] = {}
+        # for each prompt, the position of the first one of its group
+        firsts = [seen.setdefault((p.id, p.draw), position) for position, p in enumerate(prompts)]
+        offsets = accumulate((len(part.prompts) for part in parts), initial=0)
+        ids = torch.cat([part.group_ids + n for part, n in zip(parts, offsets, strict=False)])
+        groups, group_ids = torch.tensor(firsts)[ids].unique(return_inverse=True)
         columns = max(part.actions.shape[1] for part in parts)
         fields: dict[str, Any] = {}
         for name in _ROW_FIELDS:
             values = [getattr(part, name) for part in parts]
-            if name in _COLUMN_FIELDS:
+            if name in COLUMN_FIELDS:
                 values = [_widened(x, columns) for x in values]
             fields[name] = _join(values)
         first = parts[0]
         shared = {name: _join([part.shared[name] for part in parts]) for name in first.shared}
         return Rollouts(
-            prompts=_pick(prompts, index),
-            group_ids=torch.cat(
-                [ids[part.group_ids] for ids, part in zip(ids_of, parts, strict=True)]
-            ),
-            shared={name: _pick(value, index) for name, value in shared.items()},
+            prompts=_pick(prompts, groups),
+            group_ids=group_ids,
+            shared={name: _pick(value, groups) for name, value in shared.items()},
             per_row={name: _join([part.per_row[name] for part in parts]) for name in first.per_row},
             **fields,
         )
@@ -213,8 +207,8 @@ AT_ONCE = frozenset({"cpu"})
 """Kinds of devices whose numbers can be read without waiting for work that was queued before. On
 others, statistics are read together at the end of an update."""
 
-_COLUMN_FIELDS = ("actions", "mask", "sampler_logprobs", "policy_version")
-_ROW_FIELDS = (*_COLUMN_FIELDS, "lengths", "completions", "temperature", "finish")
+COLUMN_FIELDS = ("actions", "mask", "sampler_logprobs", "policy_version")
+_ROW_FIELDS = (*COLUMN_FIELDS, "lengths", "completions", "temperature", "finish")
 
 
 def _widened(x: Tensor, columns: int) -> Tensor:

@@ -181,7 +181,7 @@ def test_a_row_that_its_environment_left_is_not_learned_from_and_the_run_goes_on
 def test_an_environment_that_always_fails_ends_the_run_in_one_line(tmp_path):
     with pytest.raises(
         DataError,
-        match=r"the environment failed in \d+ of 12 conversations .*the server is gone .*Fix",
+        match=r"scored none of 12 completions: .*the server is gone .*Fix",
     ):
         api.start(
             config(

@@ -24,8 +24,7 @@ from gruppo.build import Parts, build
 from gruppo.config import serialization
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer import checks
-from gruppo.trainer.collect import Collected
-from gruppo.trainer.dynamic_sampling import rescore_whole_groups
+from gruppo.trainer.collect import Collected, rescore_whole_groups
 from gruppo.trainer.forward import minibatch_rows
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.run import Run
@@ -113,7 +112,6 @@ def test_what_growing_did_is_counted_and_its_tokens_too(tmp_path):
     assert 0 < int((sizes > 2).sum()) < 4
     assert logged["growth/grown_groups_count"] == int((sizes > 2).sum())
     assert logged["growth/grown_rows_count"] == int(sizes.sum()) - 8
-    assert logged["growth/unspent_rows_count"] == 16 - int(sizes.sum())
     assert logged["progress/tokens"] == logged["tokens"] == int(rollouts.lengths.sum())
     assert logged["progress/rollouts"] == logged["rollouts"] == int(sizes.sum())
     assert (logged["group/size_min"], logged["group/size_max"]) == (2, int(sizes.max()))
@@ -185,7 +183,6 @@ def test_resamplinging_beyond_the_budget_leaves_nothing_to_grow_by(tmp_path):
     )
     collected = collected_by(run)
     assert collected.metrics["rollouts"] > 24 and collected.metrics["growth/grown_rows_count"] == 0
-    assert collected.metrics["growth/unspent_rows_count"] == 0
 
 
 def rising(completions: Sequence[Any], **_: Any) -> list[float]:

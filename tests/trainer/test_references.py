@@ -18,9 +18,8 @@ from gruppo import api
 from gruppo.api import explain
 from gruppo.build import Parts, build
 from gruppo.trainer import checkpoint, checks
-from gruppo.trainer.evaluate import evaluate, held_out
+from gruppo.trainer.evaluate import evaluate, evaluate_reference, held_out
 from gruppo.trainer.loop import Stopped, steps
-from gruppo.trainer.references import watch
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import learn
 from gruppo.types import GruppoError
@@ -297,7 +296,8 @@ def test_a_mixed_reference_is_watched_at_each_evaluation(tmp_path, kind):
 
 def test_the_reference_is_judged_on_so_many_held_out_prompts(tmp_path):
     two, four = (
-        watch(built(tmp_path, **MIXED, reference__watch_prompts=count)) for count in (2, 4)
+        evaluate_reference(built(tmp_path, **MIXED, reference__watch_prompts=count))
+        for count in (2, 4)
     )
     run = built(tmp_path)
     assert two["reference/eval_reward_mean"] == evaluate(run, held_out(run, 2))[0].mean

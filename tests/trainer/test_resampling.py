@@ -20,8 +20,7 @@ from gruppo import api
 from gruppo.build import Parts, build
 from gruppo.config import serialization
 from gruppo.rewards.scoring import Scores
-from gruppo.trainer.collect import Collected
-from gruppo.trainer.dynamic_sampling import Round, join_rounds
+from gruppo.trainer.collect import Collected, Round, join_rounds
 from gruppo.trainer.loop import Stopped
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at

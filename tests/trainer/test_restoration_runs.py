@@ -307,7 +307,7 @@ def test_the_actions_rate_is_its_factor_of_the_networks_in_every_stage(tmp_path)
         stepped(run)
         found.append([(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups])
         assert step_params.lr == found[-1][0][0]
-        run.stage_schedule.advance(run.state.step, {})
+        run.stage_schedule.advance(run.state.step)
     lrs = [[lr for lr, _ in groups] for groups in found]
     assert lrs[0] == pytest.approx([0.002, 0.04])
     assert lrs[1] == pytest.approx([0.004, 0.08])

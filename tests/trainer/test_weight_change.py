@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from tests import tiny
-from tests.trainer.test_metrics import rollouts_of
 from tests.trainer.test_step import run_in, step
 from torch import nn
 
 from gruppo import api
 from gruppo.build import Parts
 from gruppo.modalities.text import from_pretrained
-from gruppo.trainer.weight_change import WeightChange, repeats_actions, warn_if_idle
+from gruppo.trainer.weight_change import WeightChange, warn_if_idle
 
 
 def moved(*values: list[float], gradients: list[list[float] | None], lr: float = 0.5) -> Any:
@@ -74,16 +73,6 @@ def test_three_steps_without_a_gradient_are_reported(tmp_path, caplog):
     assert re.search(
         r"nothing was learned in the last 3 steps.*doctor .*runs/run says why", message
     )
-
-
-def test_groups_that_repeat_one_sequence_of_actions_are_recognized():
-    rollouts = rollouts_of(2, 2, 1, 1, group_ids=[0, 0, 1, 1], finish=["stop"] * 4)
-    assert repeats_actions(rollouts)
-    rollouts.actions[2, 1] = 7  # padding
-    assert repeats_actions(rollouts)
-    rollouts.actions[1, 1] = 7
-    assert not repeats_actions(rollouts)
-    assert not repeats_actions(rollouts.take([0, 2])), "groups of one row"
 
 
 def test_a_step_with_a_gradient_begins_the_count_again(tmp_path, caplog):

@@ -120,10 +120,6 @@ def no_gradient(run: Record) -> Found:
     if sizes and min(sizes) > 0:
         meaning = "although completions are rewarded differently: an update ruined the weights"
         return f"{text} {meaning}. The saved weights are not usable.", slower
-    repeated = [row for row in run.events if row.get("is_repeated")]
-    if run.is_stuck and any(row.get("step", 0) >= idle[0] for row in repeated):
-        meaning = "and the completions of each group are identical: an update took the entropy"
-        return f"{text} {meaning} of the policy. The saved weights do not recover.", slower
     if run.config.objective.mask_truncated and run["finish/truncated_frac"].last == 1:
         meaning = "because all completions are truncated and objective.mask_truncated ignores those"
         return f"{text} {meaning}.", _longer(run)

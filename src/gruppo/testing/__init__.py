@@ -10,8 +10,7 @@ Each check returns nothing, or raises ``ContractError`` with what was found, wha
 to fix it.
 """
 
-from gruppo.testing.policy import check_engine, check_policy
+from gruppo.testing.policy import ContractError, check_engine, check_policy
 from gruppo.testing.reward import check_reward
-from gruppo.testing.sampling import ContractError
 
 __all__ = ["ContractError", "check_engine", "check_policy", "check_reward"]

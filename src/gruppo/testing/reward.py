@@ -12,11 +12,12 @@ from gruppo.data.open import open_source
 from gruppo.protocols import peek
 from gruppo.rewards import RewardSet, Scores, columns_of, resolve_reward
 from gruppo.rewards.remote import RewardWorkers
-from gruppo.testing.sampling import ContractError, as_requests
+from gruppo.testing.policy import ContractError, as_requests
 from gruppo.types import Prompt, Rollouts
 from gruppo.worker import IS_AVAILABLE
 
 TEXTS = (Prompt("sum", "1 + 1 =", "2"), Prompt("word", "Say yes.", "yes", draw=1))
+MESSAGES = [replace(one, inputs=[{"role": "user", "content": one.inputs}]) for one in TEXTS]
 MAX_PROMPTS = 16
 """Prompts of the data that a reward is checked with."""
 
@@ -47,19 +48,13 @@ def check_reward(
     list.
     """
     if prompts is None:
-        messages = [
-            replace(prompt, inputs=[{"role": "user", "content": prompt.inputs}]) for prompt in TEXTS
-        ]
-        try:
-            _check(reward, messages, timeout_s)
-        except _RaisesAlways as error:
+        problems = []
+        for own in (MESSAGES, TEXTS):
             try:
-                _check(reward, TEXTS, timeout_s)
-            except _RaisesAlways as other:
-                raise ContractError(
-                    f"{error} {other} Give check_reward some of your data as prompts."
-                ) from None
-        return
+                return _check(reward, own, timeout_s)
+            except _RaisesAlways as error:
+                problems.append(str(error))
+        raise ContractError(f"{' '.join(problems)} Give check_reward some of your data as prompts.")
     if isinstance(prompts, list | tuple) and all(isinstance(p, Prompt) for p in prompts):
         own = [request.prompt for request in as_requests(prompts)]
     else:
@@ -85,15 +80,13 @@ def _check(reward: Any, prompts: Sequence[Prompt], timeout_s: float | None) -> N
     before = _readable(rollouts)  # as text: a copy would share what a reward changes in place
     scores = scorer.score(rollouts)
     if scores.failures:
-        failure = scores.failures[0]
-        kinds = {failure.kind for failure in scores.failures}
-        raises_always = len(scores.failures) == len(rollouts) and kinds == {"exception"}
+        first = scores.failures[0]
+        is_always = len(scores.failures) == len(rollouts) and first.kind == "exception"
         form = "texts" if isinstance(prompts[0].inputs, str) else "lists of messages"
-        raise (_RaisesAlways if raises_always else ContractError)(
-            f"""{who}, {failure.kind} for the completion
-                {rollouts.completions[failure.row]!r:.80}: {failure.message}. It needs one finite
-                number for each completion, whatever it says, or None for not scored. Completions
-                were {form}."""
+        raise (_RaisesAlways if is_always else ContractError)(
+            f"""{who}, {first.kind} for the completion {rollouts.completions[first.row]!r:.80}:
+                {first.message}. It needs one finite number for each completion, whatever it says,
+                or None for not scored. Completions were {form}."""
         )
     values = scores.rewards.tolist()
     if not scores.rewards.isfinite().any():
@@ -122,43 +115,43 @@ def _same(a: Scores, b: Scores) -> bool:
 
 
 def _completions(prompts: Sequence[Prompt]) -> Rollouts:
-    """What models write: nothing, the answer, the answer in a sentence, in lines, nonsense, and a
-    great deal.
+    """Return what models write: nothing, the answer, the answer in a sentence, in lines, nonsense,
+    and a great deal.
 
     An action is the code of a character, or 0 at the end.
     """
-    rows: list[tuple[int, str]] = []
-    for n, answer in enumerate(str(prompt.target) for prompt in prompts):
+    texts: list[str] = []
+    for answer in (str(prompt.target) for prompt in prompts):
         # nonsense: characters outside ASCII, and tags that are opened and not closed
-        texts = ["", answer, f"The answer is {answer}.", f"First,\n\nthen {answer}.\n"]
-        rows += [
-            (n, text) for text in [*texts, "\u4f60\u597d \u2211 \\boxed{ <think>", "no " * 200]
-        ]
-    lengths = torch.tensor([len(text) + 1 for _, text in rows])  # [B], with the 0 at the end
+        nonsense = "\u4f60\u597d \u2211 \\boxed{ <think>"
+        sentences = [f"The answer is {answer}.", f"First,\n\nthen {answer}.\n"]
+        texts += ["", answer, *sentences, nonsense, "no " * 200]
+    rows, lengths = len(texts), torch.tensor([len(text) + 1 for text in texts])  # with the 0
+    group_ids = torch.arange(len(prompts)).repeat_interleave(rows // len(prompts))
     columns = int(lengths.max())
     # a prompt of messages is answered by messages, as in training
-    is_text = [isinstance(prompt.inputs, str) for prompt in prompts]
     completions = tuple(
-        text if is_text[n] else [{"role": "assistant", "content": text}] for n, text in rows
+        text if isinstance(prompts[n].inputs, str) else [{"role": "assistant", "content": text}]
+        for n, text in zip(group_ids.tolist(), texts, strict=True)
     )
     return Rollouts(
         prompts=tuple(prompts),
-        group_ids=torch.tensor([n for n, _ in rows]),
-        actions=torch.tensor([[*map(ord, text), *[0] * (columns - len(text))] for _, text in rows]),
+        group_ids=group_ids,
+        actions=torch.tensor([list(map(ord, text.ljust(columns, "\0"))) for text in texts]),
         mask=torch.arange(columns) < lengths[:, None],
         lengths=lengths,
         completions=completions,
-        sampler_logprobs=torch.zeros(len(rows), columns),
-        policy_version=torch.zeros(len(rows), columns, dtype=torch.long),
-        temperature=torch.ones(len(rows)),
-        finish=tuple("stop" for _ in rows),
+        sampler_logprobs=torch.zeros(rows, columns),
+        policy_version=torch.zeros(rows, columns, dtype=torch.long),
+        temperature=torch.ones(rows),
+        finish=tuple("stop" for _ in texts),
     )
 
 
-def _readable(rollouts: Rollouts) -> tuple[Any, ...]:
-    """All that a reward can read, as text."""
+def _readable(rollouts: Rollouts) -> str:
+    """Return all that a reward can read, as text."""
     tensors = [
         x.tolist() for x in (rollouts.actions, rollouts.mask, rollouts.group_ids, rollouts.lengths)
     ]
-    prompts = [(repr(p.inputs), repr(p.target), repr(dict(p.meta))) for p in rollouts.prompts]
-    return tensors, prompts, repr(rollouts.completions)
+    prompts = [(p.inputs, p.target, dict(p.meta)) for p in rollouts.prompts]
+    return repr((tensors, prompts, rollouts.completions))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -30,8 +29,7 @@ from gruppo.trainer.stages import StepParams
 from gruppo.types import Before, Rollouts, TrainBatch
 
 OVERLONG = "overlong penalty"
-"""Name of the penalty among normalized rewards and their moving statistics; no reward function has
-it."""
+"""Name of the penalty among normalized rewards; no reward function has it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +68,16 @@ class Scored:
     def step_rewards(self) -> list[str]:
         """Names of the step rewards with a weight."""
         return [name for name in self.scores.steps if self.run.rewards.weight_of[name]]
+
+    def weighted_parts(self) -> dict[str, tuple[Float[Tensor, "B"], float]]:
+        """Return each reward of scored rows with its weight; the overlong penalty is one more."""
+        parts, weights = dict(self.scores.parts), dict(self.run.rewards.weight_of)
+        if self.run.config.objective.overlong:
+            parts[OVERLONG], weights[OVERLONG] = self.overlong, 1.0
+        return {
+            name: (part.where(self.is_scored, torch.nan), weights[name])
+            for name, part in parts.items()
+        }
 
     def weighted_sums(self) -> tuple[Float[Tensor, "B"], Float[Tensor, "B T"]]:
         """Return the weighted sum of the rewards of whole rows, and that of step rewards at the
@@ -140,7 +148,7 @@ def credit(
     Rewards minus KL go to a critic's GAE, to single steps, to what follows each action, or to whole
     rows.
     """
-    run, loss_mask, returns = scored.run, scored.loss_mask, None
+    run, loss_mask = scored.run, scored.loss_mask
     objective = run.config.objective
     penalty = torch.zeros(loss_mask.shape)
     if has_kl_in_reward(run, step_params):
@@ -149,19 +157,17 @@ def credit(
         penalty = step_params.kl_coef * torch.where(loss_mask, distance, 0)
     score = scored.scores.rewards + scored.overlong
     by_step = objective.credit != "outcome" and bool(scored.step_rewards)
+    returns = None
     if objective.has_critic:
         rewards = place_score(score, loss_mask)
         if by_step:
             row, steps = scored.weighted_sums()
             rewards = place_score(row + scored.overlong, loss_mask) + steps.nan_to_num(0)
         assert before.old_values is not None
+        rewards = rewards - penalty
         # a truncated row is scored as it stands, so nothing is bootstrapped
         advantages, returns = gae(
-            rewards - penalty,
-            before.old_values,
-            loss_mask,
-            gamma=objective.gamma,
-            lam=objective.lam,
+            rewards, before.old_values, loss_mask, gamma=objective.gamma, lam=objective.lam
         )
     elif by_step:
         advantages = credit_of_steps(scored, penalty)
@@ -172,7 +178,7 @@ def credit(
         # 0 in a row that is not learned from: it is compared by its score alone
         row_penalty = penalty.sum(dim=1)
         row = row_advantages(scored, score - row_penalty)
-        # a KL that is not finite is no unscored row: the update is to be skipped
+        # a KL that is not finite makes no unscored row: the update is to be skipped
         row = row.where(row_penalty.isfinite(), torch.nan)
         advantages = torch.where(scored.rollouts.mask, row[:, None], 0)
     if objective.whiten:
@@ -185,14 +191,9 @@ def row_advantages(scored: Scored, score: Float[Tensor, "B"]) -> Float[Tensor, "
     run = scored.run
     if run.config.objective.combine == "sum_then_normalize":
         return _compared(scored, score[:, None], "sum")[:, 0]
-    parts, weights = dict(scored.scores.parts), list(run.rewards.weights)
-    if run.config.objective.overlong:  # as one more reward
-        parts[OVERLONG] = scored.overlong
-        weights.append(1.0)
-    advantages = [
-        _compared(scored, part.where(scored.is_scored, torch.nan)[:, None], name)[:, 0]
-        for name, part in parts.items()
-    ]
+    parts = scored.weighted_parts()
+    advantages = [_compared(scored, part[:, None], name)[:, 0] for name, (part, _) in parts.items()]
+    weights = [weight for _, weight in parts.values()]
     eps = run.config.objective.scale_eps
     return normalized_sum(advantages, weights, scored.is_scored, eps=eps, all_sum=dist.all_sum)
 
@@ -209,9 +210,14 @@ def credit_of_steps(scored: Scored, penalty: Float[Tensor, "B T"]) -> Float[Tens
     objective, loss_mask = scored.run.config.objective, scored.loss_mask
     sums, rewards = scored.weighted_sums()
     is_step = rewards.isfinite()
-    row = torch.zeros_like(sums)
+    row, steps = torch.zeros_like(sums), torch.zeros(loss_mask.shape)
     if objective.combine == "normalize_then_sum":
-        row, steps = _normalized_apart(scored)
+        for name, (part, weight) in scored.weighted_parts().items():
+            if name in scored.step_rewards:
+                own = scored.scores.steps[name].where(scored.is_scored[:, None], torch.nan)
+                steps = steps + weight * _compared(scored, own, name, are_steps=True)
+            elif weight:
+                row = row + weight * _compared(scored, part[:, None], name)[:, 0]
     else:
         if scored.run.rewards.has_outcome_rewards:
             row = _compared(scored, (sums + scored.overlong)[:, None], "sum")[:, 0]
@@ -231,28 +237,6 @@ def credit_of_steps(scored: Scored, penalty: Float[Tensor, "B T"]) -> Float[Tens
     return advantages - penalty
 
 
-def _normalized_apart(scored: Scored) -> tuple[Float[Tensor, "B"], Float[Tensor, "B T"]]:
-    """Return the weighted sums of row and of step rewards, each compared by itself; the overlong
-    penalty is one more reward."""
-    row, steps = torch.zeros(len(scored.rollouts)), torch.zeros(scored.loss_mask.shape)
-    weights = dict(scored.run.rewards.weight_of)
-    parts = dict(scored.scores.parts)
-    if scored.run.config.objective.overlong:
-        parts[OVERLONG], weights[OVERLONG] = scored.overlong, 1.0
-    for name, part in parts.items():
-        if not weights[name]:
-            continue
-        are_steps = name in scored.step_rewards
-        own = scored.scores.steps[name] if are_steps else part[:, None]
-        own = own.where(scored.is_scored[:, None], torch.nan)
-        compared = weights[name] * _compared(scored, own, name, are_steps=are_steps)
-        if are_steps:
-            steps = steps + compared
-        else:
-            row = row + compared[:, 0]
-    return row, steps
-
-
 def _compared(
     scored: Scored, rewards: Float[Tensor, "B T"], name: str, *, are_steps: bool = False
 ) -> Float[Tensor, "B T"]:
@@ -263,8 +247,7 @@ def _compared(
     else rows [B, 1] with rows.
     """
     run, rollouts = scored.run, scored.rollouts
-    objective = run.config.objective
-    group_ids, prompt_ids = rollouts.group_ids, [prompt.id for prompt in rollouts.prompts]
+    objective, group_ids = run.config.objective, rollouts.group_ids
     if are_steps:
         group_ids = group_ids[:, None].expand(-1, rewards.shape[1])
     advantages, state = step_advantages(
@@ -274,15 +257,11 @@ def _compared(
         scale=objective.scale,
         eps=objective.scale_eps,
         state=run.state.running.get(name),
-        prompt_ids=None if are_steps else prompt_ids,
+        prompt_ids=None if are_steps else [prompt.id for prompt in rollouts.prompts],
         # a group is on one rank; moving statistics are those of all ranks
         all_sum=dist.all_sum,
-        all_gather=_all_gather,
+        all_gather=lambda x: [*map(json.loads, dist.all_gather(json.dumps(x).encode()))],
     )
     if state:  # a new dict: a saved boundary may hold the old one
         run.state.running = {**run.state.running, name: state}
     return advantages
-
-
-def _all_gather(data: Any) -> list[Any]:
-    return [json.loads(part) for part in dist.all_gather(json.dumps(data).encode())]

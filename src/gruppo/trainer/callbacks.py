@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gruppo.loading import code_digest, did_you_mean
 from gruppo.rewards.scoring import Scores
 from gruppo.trainer.evaluate import Evaluated
 from gruppo.types import GruppoError, Rollouts
@@ -72,57 +71,43 @@ class Callbacks:
             if isinstance(callback, type):
                 own = callback.__name__
                 raise GruppoError(f"the callback {own} is a class; pass an object, {own}().")
-            events = ", ".join(EVENTS)
-            if unknown := [
-                n for n in named if n not in EVENTS
-            ]:  # a mistyped name would be silently ignored
+            # a mistyped name would be silently ignored
+            unknown = [n for n in named if n not in EVENTS]
+            if unknown or not named:
+                problem = (
+                    f"a method {unknown[0]}, which is never called" if unknown else "no method"
+                )
                 hint = " gruppo.trl takes those of transformers." if "on_step_end" in named else ""
-                hint = hint or did_you_mean(unknown[0], EVENTS, f" Methods: {events}.")
                 raise GruppoError(
-                    f"the callback {name} has a method {unknown[0]}, which is never called.{hint}"
+                    f"the callback {name} has {problem}. Methods: {', '.join(EVENTS)}.{hint}"
                 )
-            if not named:
-                raise GruppoError(
-                    f"the callback {name} has none of the methods {events}; write one of them."
-                )
+        self._trainer = trainer
         # numbered, since two of one class keep their own states in a checkpoint
-        self._callbacks, self._trainer = (
-            {f"{n} {type(c).__name__}": c for n, c in enumerate(callbacks)},
-            trainer,
-        )
+        self._callbacks = {f"{n} {type(c).__name__}": c for n, c in enumerate(callbacks)}
 
     def notify(self, event: str, *what: Any) -> None:
-        """Call the method of this name where a callback has it."""
+        """Call the method of this name of each callback that has it."""
         for callback in self._callbacks.values():
-            if (method := getattr(callback, event, None)) is not None:
+            method = getattr(callback, event, None)
+            if method is not None:
                 method(self._trainer, *what)
 
     def state_dict(self) -> dict[str, Any]:
-        states = dict[str, Any]()
+        states: dict[str, Any] = {}
         for name, callback in self._callbacks.items():
-            if callable(method := getattr(callback, "state_dict", None)):
+            method = getattr(callback, "state_dict", None)
+            if method is not None:
                 try:
-                    states[name] = json.loads(
-                        json.dumps(dict(method()))
-                    )  # a copy: the callback may change its own
+                    # a copy: the callback may change its own
+                    states[name] = json.loads(json.dumps(dict(method())))
                 except (TypeError, ValueError) as error:
                     raise GruppoError(f"""state_dict of the callback {name.split()[-1]} does not fit
-                        into a checkpoint ({error}); it needs a dict of numbers, texts, lists and
+                        into a checkpoint ({error}); it needs a dict of numbers, strings, lists and
                         dicts.""") from None
         return states
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        for name, callback in self._callbacks.items():
-            if name in states:
-                callback.load_state_dict(states[name])
-
-    def digests(self) -> dict[str, str]:
-        """The code of each by name, as a resume compares it; a callback that is left out is a
-        difference too."""
-        # a class of gruppo or of the standard library has no digest, and is known by its name
-        kinds = {name: type(callback) for name, callback in self._callbacks.items()}
-        return {
-            f"callback {name}": code_digest(f"{kind.__module__}:{kind.__qualname__}")
-            or kind.__qualname__
-            for name, kind in kinds.items()
-        }
+        for name, state in states.items():
+            if name not in self._callbacks:
+                raise GruppoError(f"the run had the callback {name}; resume it with the same ones.")
+            self._callbacks[name].load_state_dict(state)

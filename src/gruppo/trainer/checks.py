@@ -19,6 +19,11 @@ log = logging.getLogger("gruppo")
 NEUTRAL = Modality()
 
 
+def has_reference(config: Config, modality: Modality) -> bool:
+    """Return whether a KL or a consistency term needs a reference."""
+    return highest(config, "kl_coef") > 0 or modality.consistency_reads_reference(config)
+
+
 def check(config: Config, modality: Modality = NEUTRAL) -> None:
     """Refuse what cannot run, before anything is loaded."""
     serialization.from_dict(serialization.to_dict(config))  # types and ranges
@@ -28,13 +33,12 @@ def check(config: Config, modality: Modality = NEUTRAL) -> None:
         log.warning("these options have no effect: %s.", ", ".join(names))
     trackers.check(config.track)
     modality.validate(config)
-    # whether rewards have positions is known once they are opened: until then, as the objective
-    # needs
     modality.check_objective(
         config,
         group_size=smallest_group(config),
         updates_per_row=config.updates_per_batch,
         kl_coef=highest(config, "kl_coef"),
+        # known once the rewards are opened: until then, as the objective needs
         has_positions=config.objective.credit == "position",
     )
     if highest(config, "sup_coef"):

@@ -17,7 +17,8 @@ from gruppo.errors import as_flag
 from gruppo.loading import counted
 from gruppo.protocols import AdapterMixin, PromptMixin, peek
 from gruppo.protocols import part as part_of
-from gruppo.trainer import dynamic_sampling, references
+from gruppo.trainer.checks import has_reference
+from gruppo.trainer.collect import max_group_size
 from gruppo.trainer.demonstrations import take_demonstrations
 from gruppo.trainer.forward import budget_for
 from gruppo.trainer.run import Run
@@ -74,7 +75,7 @@ def _objective(run: Run) -> list[str]:
     )
     lines += [f"note        {note}" for note in notes]
     # options that work but may not be intended
-    if config.reference.is_mixed and references.has_reference(config, run.policy.modality):
+    if config.reference.is_mixed and has_reference(config, run.policy.modality):
         lines.append(
             "note        the reference follows the policy: the KL slows it down, and is no anchor "
             "to where it began"
@@ -140,7 +141,7 @@ def _memory(run: Run, config: Config) -> list[str]:
     budget = budget_for(run, run.memory.longest_prompt(prompts))
     held = held_bytes(run)
     rollout = run.config.rollout
-    largest = dynamic_sampling.max_group_size(rollout, max(group_sizes(run.config)))
+    largest = max_group_size(rollout, max(group_sizes(run.config)))
     parts = held | dict(run.memory.memory_estimate(run.config, prompts, budget, largest))
     # A critic's activations are made after the policy's are gone: those of a larger network need
     # the difference more.

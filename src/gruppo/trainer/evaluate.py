@@ -5,24 +5,29 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from gruppo import distributed as dist
 from gruppo.core.groups import group_reduce
-from gruppo.environments import environment_failures
-from gruppo.protocols import peek
+from gruppo.environments import converse, environment_failures
+from gruppo.protocols import ConversationMixin, part, peek
 from gruppo.rewards.scoring import Scores
 from gruppo.seeds import seed_at
 from gruppo.tracking.report import Z_95, wilson_interval
+from gruppo.trainer.forward import whole_weights
 from gruppo.trainer.recorder import reduced
 from gruppo.trainer.run import Run
 from gruppo.trainer.samples import sample_rows
 from gruppo.types import Prompt, Request, Rollouts, Stat
 
 log = logging.getLogger("gruppo")
+
+TOTAL = ""
+"""Key of the statistics of the total reward."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,12 @@ class Evaluated:
     low: float
     high: float
     parts: dict[str, float]
+    reference: dict[str, float] = field(default_factory=dict)
+    """Metrics of a reference that moves."""
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "eval/reward_mean": self.mean,
-            **{f"eval/{name}": value for name, value in self.parts.items()},
-        }
+        parts = {f"eval/{name}": value for name, value in self.parts.items()}
+        return {"eval/reward_mean": self.mean, **parts, **self.reference}
 
 
 def held_out(run: Run, count: int) -> list[Prompt]:
@@ -74,7 +79,6 @@ def evaluate(
     # fewer prompts than ranks leave some without any
     mine = list(prompts)[dist.rank() :: dist.world_size()]
     stats: dict[str, Stat] = {}
-    own: dict[str, Stat] = {}
     rows: list[dict[str, Any]] = []
     if mine:
         sampling = run.sampling.greedy()
@@ -83,10 +87,14 @@ def evaluate(
         scores = Scores(torch.full((len(mine),), torch.nan), {})
         if run.rewards.names:
             scores = run.rewards.score(rollouts, run.trainer_state, is_evaluation=True)
-            own = run.statistics.batch_stats(rollouts, scores.rewards, sampling, is_evaluation=True)
-            _warn_of_failures(rollouts)
-        stats = {name: Stat.of(part, part.isfinite()) for name, part in scores.parts.items()}
-        stats[""] = Stat.of(scores.rewards, scores.rewards.isfinite())
+            stats = run.statistics.batch_stats(
+                rollouts, scores.rewards, sampling, is_evaluation=True
+            )
+        if failed := [*environment_failures(rollouts).values()]:
+            text = "held out: the environment failed in %d of %d conversations: %s"
+            log.warning(text, len(failed), len(rollouts), failed[0])
+        stats |= {f"mean:{name}": _finite(part) for name, part in scores.parts.items()}
+        stats[TOTAL] = _finite(scores.rewards)
         rows = sample_rows(run.display, rollouts, scores, range(len(rollouts)), is_held_out=True)
     if count and mine:
         # random numbers of its own: a training prompt may have the same draw
@@ -95,29 +103,53 @@ def evaluate(
         rewards = run.rewards.score(rollouts, run.trainer_state, is_evaluation=True).rewards
         # NaN stays if no sample of a prompt was scored: it is in no mean
         best = group_reduce(rewards, rollouts.group_ids.cpu(), "amax")
-        stats[f"mean@{count}"] = Stat.of(rewards, rewards.isfinite())
-        stats[f"pass@{count}"] = Stat.of(best, best.isfinite())
+        stats |= {f"mean:mean@{count}": _finite(rewards), f"mean:pass@{count}": _finite(best)}
     stats = dist.merge_stats(stats)
-    total = stats.pop("", Stat())
-    low, high = _interval(run, total)
-    parts = reduced(dist.merge_stats(own)) | {name: stat.mean for name, stat in stats.items()}
-    return Evaluated(
-        run.state.step, len(prompts), int(total.count), total.mean, low, high, parts
-    ), rows
+    total = stats.pop(TOTAL, Stat())
+    low, high = _interval(total)
+    done = Evaluated(
+        run.state.step,
+        len(prompts),
+        int(total.count),
+        total.mean,
+        low,
+        high,
+        reduced(stats, keep_empty=True),
+    )
+    return done, rows
 
 
-def _warn_of_failures(rollouts: Rollouts) -> None:
-    failed = environment_failures(rollouts)
-    if failed:
-        log.warning(
-            "held out: the environment failed in %d of %d conversations: %s",
-            *(len(failed), len(rollouts), next(iter(failed.values()))),
-        )
+def _finite(x: torch.Tensor) -> Stat:
+    return Stat.of(x, x.isfinite())
 
 
-def _interval(run: Run, total: Stat) -> tuple[float, float]:
-    """Return the 95% interval of a mean: Wilson's for a share of successes, else the normal
+def evaluate_reference(run: Run) -> dict[str, float]:
+    """Return the policy's distance from a reference that moves, and the evaluation of a mixed
     one."""
+    reference = run.reference
+    if reference is None or not reference.follows_policy:
+        return {}
+    metrics = {"reference/distance_frac": reference.distance(run.policy)}
+    prompts = held_out(run, run.config.reference.watch_prompts)
+    if run.config.reference.is_mixed and prompts:
+        with reference.active() as policy, whole_weights(policy):
+            generate: Any = policy.sample
+            if run.environment is not None:
+                continued = part(policy, ConversationMixin).continue_rollouts
+                generate = partial(
+                    converse,
+                    generate,
+                    continued,
+                    run.environment,
+                    check_prompt=policy.check_prompt,
+                )
+            done, _ = evaluate(run, prompts, generate=generate)
+            metrics["reference/eval_reward_mean"] = done.mean
+    return metrics
+
+
+def _interval(total: Stat) -> tuple[float, float]:
+    """Return the 95% interval of a mean: Wilson's for a share of successes, else the normal one."""
     is_share = total.min >= 0 and total.max <= 1
     is_share = is_share and abs(total.sum - total.sum_sq) < 1e-9 * total.count
     if total.count and is_share:

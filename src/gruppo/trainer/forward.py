@@ -16,8 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from gruppo import distributed as dist
-from gruppo.distributed.sharding import forward, gathered, is_sharded, is_unit, local
-from gruppo.platforms import free_bytes
+from gruppo.distributed.sharding import forward, gathered, is_unit
 from gruppo.protocols import Outputs, Policy, Reference, check_values
 from gruppo.seeds import generator_at
 from gruppo.trainer.demonstrations import demo_parts
@@ -37,8 +36,6 @@ log = logging.getLogger("gruppo")
 
 T = TypeVar("T")
 
-USABLE_FRAC = 0.5
-GIB = 2**30
 
 Mask = Bool[Tensor, "B T"]
 
@@ -373,73 +370,34 @@ def _free_memory(run: Run) -> None:
 
 @contextmanager
 def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
-    """Hold sharded weights whole on each rank within, for sampling; refused if they do not fit. A
-    collective.
+    """Hold sharded weights whole on each rank within, for sampling. A collective.
 
     ``engine``: its kind; servers have weights of their own.
     """
     if engine == "vllm" or not is_unit(policy.module):
         yield
         return
-    sharded = sum(p.numel() for p in policy.module.parameters() if is_sharded(p))
-    needed, free = policy.compute_dtype.itemsize * sharded, free_bytes(policy.device)
-    if dist.all_max(int(free is not None and needed > free)):
-        raise GruppoError(
-            f"""sampling with the model itself needs its weights whole on each rank,
-                {needed / GIB:.2f} GiB, and rank {dist.rank()} has {(free or 0) / GIB:.2f} GiB
-                free""",
-            advice="Sample on servers with $engine vllm, or train a smaller $model",
-        )
     with gathered(policy.module):
         yield
 
 
 def token_budget(run: Run) -> int:
-    """Return the units of a micro-batch: as configured or chosen at the first call, fewer if memory
-    has run out since.
-
-    Chosen is the policy's default, or the largest power of two below it that free memory holds:
-    wherever memory is not short the choice is the same, and a run repeats to the bit.
-    """
-    configured, default = run.config.optim.token_budget, default_budget(run)
-    if not run.state.token_budget:
-        chosen = run.state.token_budget = configured or _fitting_budget(run, default)
-        if chosen < default and not configured:
-            text = "memory is short: micro-batches have %d tokens in place of %d."
-            log.warning(text, chosen, default)
+    """Return the units of a micro-batch: as configured or the policy's default, fewer if memory has
+    run out since."""
+    run.state.token_budget = run.state.token_budget or (
+        run.config.optim.token_budget or default_budget(run)
+    )
     return run.state.token_budget
 
 
 def default_budget(run: Run) -> int:
-    """Return the budget of micro-batches if memory is not short."""
     return run.memory.default_budgets[run.policy.device.type != "cpu"]
 
 
 def budget_for(run: Run, longest: int) -> int:
-    """Return ``token_budget``; if that is the default, four times the longest prompt's length if
-    that is more and fits: each micro-batch of a group reads the prompt."""
+    """Return ``token_budget``; if that is the default, at least four times the longest prompt's
+    length: each micro-batch of a group reads the prompt."""
     budget = token_budget(run)
     if run.config.optim.token_budget or budget != default_budget(run):
         return budget
-    return max(budget, _fitting_budget(run, 4 * longest))
-
-
-def _fitting_budget(run: Run, budget: int) -> int:
-    """Return the budget, or the largest power of two whose activations fit into half of the memory
-    that gradients and AdamW's state leave free. Logits and scores need some too."""
-    free, per_unit = free_bytes(run.policy.device), bytes_per_unit(run)
-    if free is None or not per_unit:
-        return budget
-    numbers = sum(local(parameter).numel() for parameter in run.parameters)
-    if run.config.distributed.offload_params and run.policy.device.type != "cpu":
-        numbers = 0
-    # the state is in use already once there is any
-    units = USABLE_FRAC * (free - (4 if run.optimizer.state else 12) * numbers) / per_unit
-    return budget if budget <= units else 2 ** (max(int(units), 1).bit_length() - 1)
-
-
-def bytes_per_unit(run: Run) -> int:
-    """Return the activation memory of one unit of the budget, of the larger of policy and critic; 0
-    if unknown."""
-    critic = 0 if run.critic is None else run.critic.bytes_per_unit()
-    return max(run.memory.bytes_per_unit(), critic)
+    return max(budget, 4 * longest)

@@ -5,32 +5,35 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gruppo import distributed as dist
-from gruppo.loading import command_name, did_you_mean
+from gruppo.loading import command_name
 from gruppo.platforms import peak_memory_gib
-from gruppo.trainer import back_off, checkpoint, references
+from gruppo.trainer import checkpoint
 from gruppo.trainer.callbacks import Step
 from gruppo.trainer.collect import Collected, collect
-from gruppo.trainer.evaluate import Evaluated, evaluate, held_out
+from gruppo.trainer.evaluate import Evaluated, evaluate, evaluate_reference, held_out
 from gruppo.trainer.forward import whole_weights
 from gruppo.trainer.metrics import collected_metrics
 from gruppo.trainer.recorder import Recorder
 from gruppo.trainer.run import Run
-from gruppo.trainer.run_dir import RunFolder, boundary_state
+from gruppo.trainer.run_dir import RunFolder, boundary_state, sharded_tensors
 from gruppo.trainer.samples import all_completions, show_samples
 from gruppo.trainer.signals import Interrupted
+from gruppo.trainer.stages import agreed
 from gruppo.trainer.update import learn
 from gruppo.trainer.weight_change import warn_if_idle
 from gruppo.types import EngineLost, GruppoError, NumericalStop
 
 log = logging.getLogger("gruppo")
 
+LR_FACTOR = 0.5
+"""Factor of the learning rate at each return to the best weights."""
 LEAST_ACTIONS = 100
 """Actions chosen by the newest weights from which on their mean mismatch is checked: that of a few
 is chance."""
@@ -42,7 +45,7 @@ class Stopped(Exception):
 
 def steps(run: Run, folder: RunFolder) -> Generator[Step]:
     """Run steps until the run is complete, from wherever it is, and yield each."""
-    references.remember(run)
+    run.reference_digest()
     every, metric = run.config.saving.every, run.config.back_off.metric
     try:
         end_of_step(run, folder, {})
@@ -60,16 +63,13 @@ def steps(run: Run, folder: RunFolder) -> Generator[Step]:
             evaluate_if_due(run, folder)
             save(run, folder)
         if metric and run.state.best is None:
-            hint = did_you_mean(metric, run.known.keys() - {metric})
-            log.warning("back_off.metric %r was never measured.%s", metric, hint)
+            log.warning("back_off.metric %r was never measured.", metric)
     except Interrupted:
         raise Stopped(how_to_continue(folder.path)) from None
     except EngineLost as error:
-        has_save = checkpoint.steps(folder.path / "checkpoints")
-        saved = "What is complete is saved." if has_save else "No step was complete."
         command = f"{command_name()} resume {folder.path}"
         raise EngineLost(
-            f"{error} {saved} Start the servers again, then continue with: {command}"
+            f"{error} Start the servers again, then continue with: {command}"
         ) from None
 
 
@@ -77,14 +77,12 @@ def step(run: Run, folder: RunFolder) -> Step:
     """Collect, learn, publish; log the step, and evaluate if due."""
     recorder = run.recorder = Recorder()
     step_params = run.stage_schedule.step_params(run.state.step)
-    before = _totals(run)
     with boundary_kept(run, folder), dist.phase("collect"):
         collected = collect(run, step_params)
         if run.callbacks is not None:
             run.callbacks.notify("on_rollouts", collected.rollouts, collected.scores)
         with recorder.time("credit"):
-            metrics = collected_metrics(run, collected, step_params)
-    metrics |= {name: total - before[name] for name, total in _totals(run).items()}
+            metrics = collected_metrics(run, collected)
     with dist.phase("learn"), recorder.time("update"):
         run.engine.sleep()
         metrics |= learn(run, collected.batch, step_params)
@@ -104,12 +102,13 @@ def step(run: Run, folder: RunFolder) -> Step:
             save(run, folder)
             folder.finish_saving()
             raise lost
-        warn_if_idle(run, metrics, folder.path, collected.rollouts)
+        warn_if_idle(run, metrics, folder.path)
         # before the save, which then holds it; stopped here, the step is saved without
-        watched = end_of_step(run, folder, metrics)
+        end_of_step(run, folder, metrics)
     evaluation = evaluation_at(run, done.step)
-    metrics = {**metrics, **watched, **(evaluation.metrics() if evaluation else {})}
-    return Step(done.step, metrics, done.rollouts, done.scores, evaluation)
+    if evaluation is None:
+        return done
+    return replace(done, metrics={**metrics, **evaluation.metrics()}, evaluation=evaluation)
 
 
 def publish(run: Run) -> GruppoError | None:
@@ -125,14 +124,6 @@ def publish(run: Run) -> GruppoError | None:
     if run.reference is not None:
         run.reference.update(run.policy, run.state.step)
     return lost
-
-
-def _totals(run: Run) -> dict[str, float]:
-    """Return totals whose increase in the samples of a step is a metric."""
-    totals = {}
-    if run.environment is not None:  # evaluations add to it too
-        totals["time/environment_s"] = run.environment.elapsed_s
-    return totals
 
 
 def _finish_metrics(metrics: dict[str, float], seconds: float) -> float:
@@ -212,33 +203,63 @@ def save(run: Run, folder: RunFolder) -> None:
     with dist.phase("save"):
         folder.finish_saving()
     with dist.phase("save"), dist.fail_together():
-        references.check_unchanged(run)  # else the KL was to something else: nothing is saved
+        run.check_reference()  # else the KL was to something else: nothing is saved
         folder.save(run, boundary)
 
 
-def end_of_step(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> dict[str, float]:
+def end_of_step(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
     """At a step boundary, after a step with these ``metrics``: evaluate if due, return to the best
-    weights if the watched metric has fallen, and begin the next stage if this one is over.
-
-    Returns the metrics of what is watched besides the rewards.
-    """
+    weights if the watched metric has fallen, and begin the next stage if this one is over."""
     step, schedule, reference = run.state.step, run.stage_schedule, run.reference
-    watched = evaluate_if_due(run, folder)
+    evaluate_if_due(run, folder)
     if schedule.settled < step:
         done = evaluation_at(run, step)
-        evaluated = (done.metrics() if done else {}) | watched
+        evaluated = done.metrics() if done else {}
         schedule.measure(step, evaluated)
-        back_off.watch(run, folder, {**metrics, **evaluated})
-    message = schedule.advance(step, run.known)
+        back_off(run, folder, {**metrics, **evaluated})
+    message = schedule.advance(step)
     if message is None:
-        return watched
+        return
     log.info("%s", message)
     if schedule.is_over:
         evaluate_if_due(run, folder)  # a metric of training may have ended it
     elif schedule.stage.new_reference and reference is not None and reference.follows_policy:
         reference.reset_to(run.policy)
         log.info("step %d: the reference is now the policy as it is.", step)
-    return watched
+
+
+def back_off(run: Run, folder: RunFolder, metrics: Mapping[str, float]) -> None:
+    """Keep the weights if the watched metric is the best so far; return to the best ones, with a
+    lower learning rate, if it has fallen by ``drop``.
+
+    The optimizer's state returns with the weights; the step, the prompts and the stage go on.
+    """
+    config, state, best = run.config.back_off, run.state, run.state.best
+    if not config.metric or (value := agreed(metrics, config.metric)) is None:
+        return
+    if best is None or value > best["value"]:
+        state.best = {"step": state.step, "value": value}
+        folder.finish_saving()
+        with dist.fail_together():
+            folder.save(run)
+    elif value < best["value"] - config.drop:
+        folder.finish_saving()
+        path = folder.best / checkpoint.name_of(int(best["step"]))
+        with dist.fail_together():
+            saved = checkpoint.load(path, sharded_tensors(run))
+        folder.return_to(run, saved)
+        state.best = {**best, "returned_at": state.step}
+        schedule = run.stage_schedule
+        schedule.lr_scale *= LR_FACTOR
+        state.version += 1
+        run.engine.sync(run.policy, state.version)
+        state.totals["back_offs"] = state.totals.get("back_offs", 0.0) + 1
+        log.warning(
+            "step %d: %s fell to %.4g from %.4g; back to the weights of step %d, with %g of the "
+            "learning rate.",
+            *(state.step, config.metric, value, best["value"], best["step"], schedule.lr_scale),
+        )
+        run.log({"back_off/returns_count": state.totals["back_offs"]})
 
 
 def evaluation_at(run: Run, step: int) -> Evaluated | None:
@@ -246,39 +267,36 @@ def evaluation_at(run: Run, step: int) -> Evaluated | None:
     return next((Evaluated(**done) for done in run.state.evaluations if done["step"] == step), None)
 
 
-def evaluate_if_due(run: Run, folder: RunFolder) -> dict[str, float]:
+def evaluate_if_due(run: Run, folder: RunFolder) -> None:
     """Evaluate before the first step, after the last, and every ``evaluation.every`` steps, never
-    twice at one step.
-
-    Returns the metrics of what is watched besides the rewards, such as a mixed reference.
-    """
+    twice at one step."""
     count, every, step = run.config.evaluation.prompts, run.config.evaluation.every, run.state.step
     is_due = step == 0 or run.is_complete or (every and step % every == 0)
     is_done = evaluation_at(run, step) is not None
     if not run.rewards.names:  # images were shown, and nothing was measured
         is_done = run.stage_schedule.settled >= step
-    return evaluate_now(run, folder) if count and is_due and not is_done else {}
+    if count and is_due and not is_done:
+        evaluate_now(run, folder)
 
 
-def evaluate_now(run: Run, folder: RunFolder) -> dict[str, float]:
-    """Evaluate and log; return the metrics of what is watched besides the rewards."""
+def evaluate_now(run: Run, folder: RunFolder) -> None:
+    """Evaluate and log."""
     with boundary_kept(run, folder), dist.phase("evaluate"):
         prompts = held_out(run, run.config.evaluation.prompts)
         with whole_weights(run.policy, engine=run.config.engine.kind):
             done, rows = evaluate(run, prompts)
-        watched = references.watch(run)
+        done = replace(done, reference=evaluate_reference(run))
     usage = run.rewards.usage()
     with dist.fail_together():
         if run.rewards.names:
             run.state.evaluations.append(asdict(done))
             folder.write_evaluations(run)
-            run.log(done.metrics() | watched | usage)
+            run.log(done.metrics() | usage)
         shown = rows[: run.display.held_out_shown]
         if shown and dist.is_main() and run.config.show_samples_every:
             for tracker in run.trackers:
                 tracker.log_samples(run.state.step, shown)
     call_back(run, folder, "on_evaluate", done)
-    return watched
 
 
 def call_back(run: Run, folder: RunFolder, event: str, what: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import combinations
 
 import torch
@@ -15,30 +14,23 @@ from gruppo.core.groups import group_deviations, group_reduce, group_std, has_no
 from gruppo.environments import COUNTS, completion_lengths
 from gruppo.rewards.scoring import Scores, reward_stats
 from gruppo.trainer.advantages import Scored
-from gruppo.trainer.collect import Collected
-from gruppo.trainer.dynamic_sampling import Sampled
+from gruppo.trainer.collect import Collected, Sampled
 from gruppo.trainer.recorder import reduced
 from gruppo.trainer.run import Run
-from gruppo.trainer.stages import StepParams
 from gruppo.types import Rollouts, Stat, TrainBatch
 
-MOST_CLASSES = 100
-"""Prompts of more classes have no metric per class."""
 
-
-def collected_metrics(run: Run, collected: Collected, step_params: StepParams) -> dict[str, float]:
+def collected_metrics(run: Run, collected: Collected) -> dict[str, float]:
     """Return the metrics of what a step has collected; update the run's totals."""
     metrics: dict[str, float] = {}
     sampled = collected.sampled
     if sampled is not None:
         metrics = batch_metrics(run, collected.batch, sampled.rollouts, sampled.scores)
-        config = run.config.rollout
-        if config.refill_rounds:
-            metrics |= refill_metrics(sampled)
-        if config.first_samples:
-            metrics |= growth_metrics(sampled, config.prompts * step_params.group_size)
+        metrics |= sampling_metrics(run, sampled)
         for name in ("tokens", "rollouts"):
             run.state.totals[name] += metrics[name]
+    if run.environment is not None:
+        metrics["time/environment_s"] = run.environment.elapsed_s
     return metrics | {f"progress/{name}": total for name, total in run.state.totals.items()}
 
 
@@ -53,26 +45,23 @@ def batch_metrics(
     """
     stats = _sample_stats(rollouts) | _batch_stats(run, batch)
     if run.config.objective.overlong:
-        penalty = Scored(run, rollouts, scores).overlong
-        stats["mean:reward/overlong_mean"] = Stat.of(penalty)
-    for name, number in reward_stats(scores).items():
-        if name.endswith("_count"):
-            stats[f"sum:{name}"] = Stat(1, number)
-    for name, step_rewards in scores.steps.items():
-        stats[f"mean,std:reward/{name}/step_{{}}"] = _finite(step_rewards)
-    rewards_of = {"reward": scores.rewards}
-    rewards_of |= {f"reward/{name}": part for name, part in scores.parts.items()}
-    for area, rewards in rewards_of.items():
-        stats |= _reward_stats(area, rewards, rollouts.group_ids)
+        stats["mean:reward/overlong_mean"] = Stat.of(Scored(run, rollouts, scores).overlong)
+    stats |= {f"sum:{name}": Stat(1, count) for name, count in reward_stats(scores).items()}
+    # what reward functions logged: the mean over the ranks that logged it
+    stats |= {f"mean:{name}": Stat(1, value) for name, value in scores.metrics.items()}
+    stats |= _reward_stats("reward", scores.rewards, rollouts.group_ids)
+    for name, part in scores.parts.items():
+        stats |= _reward_stats(f"reward/{name}", part, rollouts.group_ids)
+    for name, steps in scores.steps.items():
+        stats[f"mean,std:reward/{name}/step_{{}}"] = _finite(steps)
+        # 0 without a reward: not a row that it scores
+        steps_per_row = steps.isfinite().sum(dim=1)
+        stats[f"mean:reward/{name}/steps_per_row_mean"] = Stat.of(steps_per_row, steps_per_row > 0)
     # Merged statistics are those of all ranks: each rank computes the same metrics.
     stats = dist.merge_stats(stats)
     metrics = reduced(stats, keep_empty=True)
     own = run.statistics.batch_stats(rollouts, scores.rewards, run.sampling)
     metrics |= reduced(dist.merge_stats(own))
-    for name in scores.steps:
-        steps = stats[f"mean,std:reward/{name}/step_{{}}"].count
-        scored = stats[f"mean,std,min,max:reward/{name}/{{}}"].count
-        metrics[f"reward/{name}/steps_per_row_mean"] = steps / scored if scored else float("nan")
     for name in ("zero_spread_frac", "too_few_scored_count"):
         metrics[f"group/{name}"] = metrics.pop(f"reward/{name}")
     if batch.returns is not None:
@@ -81,13 +70,7 @@ def batch_metrics(
         )
         del metrics["value/residual"]
     metrics |= _correlations(rollouts, scores) | group_sizes(rollouts.group_ids)
-    metrics |= class_rewards(rollouts, scores) | _running(run)
-    # Metrics that reward functions logged: the mean over the ranks that logged one.
-    logged: dict[str, list[float]] = {}
-    for rank in dist.all_gather(json.dumps(dict(scores.metrics)).encode()):
-        for name, value in json.loads(rank).items():
-            logged.setdefault(name, []).append(value)
-    return metrics | {name: sum(values) / len(values) for name, values in logged.items()}
+    return metrics | _running(run)
 
 
 def _sample_stats(rollouts: Rollouts) -> dict[str, Stat]:
@@ -101,8 +84,8 @@ def _sample_stats(rollouts: Rollouts) -> dict[str, Stat]:
         "mean,min,max:len/{}_actions": Stat.of(lengths),
         "sum:tokens": Stat.of(lengths),
         "count:rollouts": Stat.of(lengths),
-        "mean:finish/truncated_frac": Stat.of(is_truncated.double()),
-        "sum:finish/error_count": Stat.of(is_error.double()),
+        "mean:finish/truncated_frac": Stat.of(is_truncated),
+        "sum:finish/error_count": Stat.of(is_error),
     }
     own = rollouts.per_row
     if "turns" not in own:
@@ -110,15 +93,15 @@ def _sample_stats(rollouts: Rollouts) -> dict[str, Stat]:
     has_failed = torch.tensor([reason is not None for reason in own["environment_failure"]])
     stats |= {
         "mean,max:turns/{}": Stat.of(own["turns"]),
-        "sum:turns/context_full_count": Stat.of(own["context_full"].double()),
-        "sum:turns/reencoded_count": Stat.of(own["reencoded"].double()),
-        "mean:environment/ended_frac": Stat.of(own["ended"].double()),
+        "sum:turns/context_full_count": Stat.of(own["context_full"]),
+        "sum:turns/reencoded_count": Stat.of(own["reencoded"]),
+        "mean:environment/ended_frac": Stat.of(own["ended"]),
         "mean:environment/reply_tokens_mean": Stat.of(rollouts.lengths - lengths),
-        "sum:environment/failed_count": Stat.of(has_failed.double()),
+        "sum:environment/failed_count": Stat.of(has_failed),
     }
     if "tool_counts" in own:
         for name, column in zip(COUNTS, own["tool_counts"].T, strict=True):
-            stats[f"sum:tools/{name}_count"] = Stat.of(column.double())
+            stats[f"sum:tools/{name}_count"] = Stat.of(column)
         stats["mean:tools/calls_mean"] = stats["sum:tools/calls_count"]
     return stats
 
@@ -171,26 +154,22 @@ def _finite(x: Tensor) -> Stat:
 
 
 def _correlations(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
-    """Return the correlations of each pair of rewards, of rows and within groups, over the rows
-    that both score."""
+    """Return the correlation of each pair of rewards within groups, over the rows that both
+    score."""
     stats: dict[str, Stat] = {}
-    for one, other in combinations(scores.parts, 2):
-        x, y = scores.parts[one].double(), scores.parts[other].double()
-        is_scored = x.isfinite() & y.isfinite()
-        x, y = x.where(is_scored, torch.nan), y.where(is_scored, torch.nan)
-        within = [group_deviations(part, rollouts.group_ids) for part in (x, y)]
-        for area, (a, b) in {"reward_corr": (x, y), "reward_corr_within_group": within}.items():
-            pair = f"{area}/{one}/{other}"
-            stats |= {
-                f"x {pair}": _finite(a),
-                f"y {pair}": _finite(b),
-                f"xy {pair}": _finite(a * b),
-            }
+    pairs = list(combinations(scores.parts, 2))
+    for one, other in pairs:
+        both = torch.stack([scores.parts[one].double(), scores.parts[other].double()])
+        both = both.where(both.isfinite().all(dim=0), torch.nan)
+        x, y = (group_deviations(part, rollouts.group_ids) for part in both)
+        for name, product in {"x": x, "y": y, "xy": x * y}.items():
+            stats[f"{name} {one}/{other}"] = _finite(product)
     stats = dist.merge_stats(stats)
-    pairs = [name.removeprefix("x ") for name in stats if name.startswith("x ")]
     return {
-        pair: correlation(stats[f"x {pair}"], stats[f"y {pair}"], stats[f"xy {pair}"])
-        for pair in pairs
+        f"reward_corr_within_group/{pair}": correlation(
+            stats[f"x {pair}"], stats[f"y {pair}"], stats[f"xy {pair}"]
+        )
+        for pair in map("/".join, pairs)
     }
 
 
@@ -226,27 +205,6 @@ def group_sizes(group_ids: Int[Tensor, "B"]) -> dict[str, float]:
     return {f"group/size_{n}_count": float(count[n]) for n in count.nonzero()[:, 0].tolist()}
 
 
-def class_rewards(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
-    """``prompt/reward_mean/ID``: the mean reward of each class that prompts name by its number,
-    over all ranks."""
-    inputs = [prompt.inputs for prompt in rollouts.prompts]
-    are_classes = inputs and all(isinstance(one, int) and 0 <= one < MOST_CLASSES for one in inputs)
-    count = dist.all_max(max(inputs) + 1 if are_classes else 0)
-    if not count:
-        return {}
-    sums = torch.zeros(2, count, dtype=torch.float64)
-    if are_classes:
-        is_scored = scores.rewards.isfinite()
-        label = torch.tensor(inputs)[rollouts.group_ids][is_scored]
-        rewards = scores.rewards[is_scored].double()
-        sums.index_add_(1, label, torch.stack([rewards, torch.ones_like(rewards)]))
-    total, number = dist.all_sum(sums)
-    return {
-        f"prompt/reward_mean/{n}": float(total[n] / number[n])
-        for n in number.nonzero()[:, 0].tolist()
-    }
-
-
 def _running(run: Run) -> dict[str, float]:
     """Return the moving statistics that the objective compares rewards with, this batch
     included."""
@@ -261,39 +219,29 @@ def _running(run: Run) -> dict[str, float]:
     return metrics
 
 
-# --- resampling and growth ------------------------------------------------------------------------
-
-
-def refill_metrics(sampled: Sampled) -> dict[str, float]:
-    """Return what no update learns from, on all ranks: discarded, or the last group of a slot left
-    unfilled."""
-    is_thrown = torch.ones(len(sampled.rollouts), dtype=torch.bool)
-    is_thrown[torch.tensor(sampled.rows)[sampled.is_filled]] = False
-    groups = len(sampled.rollouts.group_ids[is_thrown].unique())
-    tokens = int(completion_lengths(sampled.rollouts)[is_thrown].sum())
-    total = dist.all_sum(torch.tensor([groups, tokens])).tolist()
-    return {
-        "refill/rounds_count": float(dist.all_max(len(sampled.rounds) - 1)),
-        "refill/thrown_groups_count": float(total[0]),
-        "refill/thrown_tokens_count": float(total[1]),
-    }
-
-
-def growth_metrics(sampled: Sampled, budget: int) -> dict[str, float]:
-    """Return what growing did with a budget of rows, over all ranks.
-
-    ``growth/first_reward_mean`` is of the first samples alone: groups that grow are those that are
-    neither always nor never right, so that the mean of all rows says less of the policy.
-    """
-    first = torch.cat([one.scores.rewards for one in sampled.rounds])
-    grown = sampled.grown
-    rows, groups = (0, 0) if grown is None else (len(grown.rollouts), len(grown.slots))
-    stats = {
-        "mean:growth/first_reward_mean": _finite(first),
-        "sum:growth/grown_groups_count": Stat(1, groups),
-        "sum:growth/grown_rows_count": Stat(1, rows),
-        "sum:growth/unspent_rows_count": Stat(1, -len(first) - rows),
-    }
-    metrics = reduced(dist.merge_stats(stats), keep_empty=True)
-    metrics["growth/unspent_rows_count"] = max(budget + metrics["growth/unspent_rows_count"], 0.0)
-    return metrics
+def sampling_metrics(run: Run, sampled: Sampled) -> dict[str, float]:
+    """Return metrics of resampling and growth, over all ranks."""
+    config, stats = run.config.rollout, dict[str, Stat]()
+    if config.refill_rounds:
+        # what no update learns from: discarded, or the last group of a slot left unfilled
+        is_discarded = torch.ones(len(sampled.rollouts), dtype=torch.bool)
+        is_discarded[torch.tensor(sampled.rows)[sampled.is_filled]] = False
+        groups = sampled.rollouts.group_ids[is_discarded].unique()
+        stats |= {
+            "max:refill/rounds_count": Stat.of(torch.tensor([len(sampled.rounds) - 1])),
+            "sum:refill/thrown_groups_count": Stat(1, len(groups)),
+            "sum:refill/thrown_tokens_count": Stat.of(
+                completion_lengths(sampled.rollouts)[is_discarded]
+            ),
+        }
+    if config.first_samples:
+        # of the first samples alone: groups that grow are those that are neither always nor never
+        # right, so that the mean of all rows says less of the policy
+        first = torch.cat([one.scores.rewards for one in sampled.rounds])
+        grown = sampled.grown
+        stats |= {
+            "mean:growth/first_reward_mean": _finite(first),
+            "sum:growth/grown_groups_count": Stat(1, len(grown.slots) if grown else 0),
+            "sum:growth/grown_rows_count": Stat(1, len(grown.rollouts) if grown else 0),
+        }
+    return reduced(dist.merge_stats(stats), keep_empty=True)

@@ -11,6 +11,7 @@ from torch import nn
 
 from gruppo.config.schema import Config
 from gruppo.core.surrogates import OwnSurrogate
+from gruppo.distributed.sharding import local
 from gruppo.environments import Environment
 from gruppo.protocols import (
     Critic,
@@ -22,13 +23,14 @@ from gruppo.protocols import (
     Reference,
     StatisticsMixin,
     Tracker,
+    digest,
     part,
 )
 from gruppo.rewards.answers import TrainerState
 from gruppo.trainer.recorder import Recorder
 from gruppo.trainer.signals import Stopper
 from gruppo.trainer.stages import StageSchedule
-from gruppo.types import Sampling
+from gruppo.types import GruppoError, Sampling
 
 
 @dataclass
@@ -100,8 +102,6 @@ class Run:
     """``trainer.callbacks.Callbacks``; None where there are none."""
     is_stopped: bool = False
     """Whether a callback or the caller has ended the run."""
-    known: dict[str, float] = field(default_factory=dict)
-    """Latest value of each metric logged since the run was started or resumed."""
 
     def __post_init__(self) -> None:
         self.sampling = self.sampling or self.config.rollout.sampling
@@ -118,6 +118,28 @@ class Run:
     @property
     def parameter_names(self) -> list[str]:
         return list(trained(self.policy.module, self.critic))
+
+    def reference_digest(self) -> str | None:
+        """Return the SHA-256 of the reference's frozen weights, taken before the first update; None
+        without any."""
+        if self.reference is not None and not self.reference_sha256:
+            frozen = self.reference.frozen_state_dict()
+            self.reference_sha256 = digest(frozen) if frozen else None
+        return self.reference_sha256
+
+    def check_reference(self) -> None:
+        """Stop a run whose frozen weights are no longer those of its start. Of sharded ones, each
+        rank reads its shards."""
+        then = self.reference_shards_sha256 or self.reference_sha256
+        if self.reference is None or then is None:
+            return
+        frozen = self.reference.frozen_state_dict()
+        now = digest({name: local(tensor) for name, tensor in frozen.items()})
+        if now != then:
+            raise GruppoError(f"""step {self.state.step}: the frozen weights of the reference have
+                changed since the start (SHA-256 {now[:12]}, was {then[:12]}), so the KL was to
+                something else. Nothing was saved at this step; every save before it is kept.
+                Something other than gruppo writes to the model: find it, then resume.""")
 
     @property
     def is_complete(self) -> bool:
@@ -136,7 +158,6 @@ class Run:
         return TrainerState(step, self.config.steps, epoch)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        self.known.update(metrics)
         for tracker in self.trackers:
             tracker.log(self.state.step, metrics)
 

@@ -31,8 +31,8 @@ from gruppo.tracking import trackers
 from gruppo.tracking.files import CompletionFiles, MetricsFile, read_lines
 from gruppo.tracking.samples import SamplesFile
 from gruppo.trainer import checkpoint, shards
+from gruppo.trainer.callbacks import Callbacks
 from gruppo.trainer.forward import token_budget
-from gruppo.trainer.references import check_unchanged, remember
 from gruppo.trainer.run import Run, State, trained
 from gruppo.types import GruppoError
 
@@ -301,7 +301,7 @@ class RunFolder:
             **_setup(run, model_source),
             "first_weights_sha256": _first_weights(run),
             "base_sha256": part(run.policy, AdapterMixin).base_sha256,
-            "reference_sha256": remember(run),
+            "reference_sha256": run.reference_digest(),
         }
         replace_file(self.path / "manifest.json", json.dumps(manifest, indent=2))
 
@@ -335,7 +335,7 @@ class RunFolder:
                 with: its weights have changed. Resume with the model as it was before training,
                 which is the KL reference and the starting point.""")
         run.reference_sha256 = reference
-        check_unchanged(run)
+        run.check_reference()
         if changing and not allow_changes:
             raise GruppoError(
                 f"{self.path} would not continue to the same results: {'; '.join(changing)}",
@@ -394,8 +394,8 @@ def restore_state(run: Run, state: Mapping[str, Any]) -> None:
         run.demos.load_state_dict(state["demos"])
     run.state = State(**{field.name: state[field.name] for field in fields(State)})
     run.stage_schedule.load_state_dict(state["stage_schedule"])
-    if run.callbacks is not None:
-        run.callbacks.load_state_dict(state["callbacks"] or {})
+    callbacks = run.callbacks or Callbacks((), None)
+    callbacks.load_state_dict(state["callbacks"] or {})
     if dist.rank() < len(state["random"]):
         checkpoint.restore_random_state(state["random"][dist.rank()])
     else:  # there are more ranks than when it was saved
@@ -490,8 +490,6 @@ def _setup(run: Run, model_source: Mapping[str, Any]) -> dict[str, Any]:
     for name in functions_of(run.config):
         inputs[f"code of {name}"] = digest_of(f"{name.rpartition(':')[0]}:")
     inputs |= part(run.policy, PromptMixin).input_digests() | run.rewards.input_digests()
-    if run.callbacks is not None:
-        inputs |= run.callbacks.digests()
     if run.validation is not None:
         inputs["validation data"] = run.validation.fingerprint()
     inputs = {name: sha256 for name, sha256 in inputs.items() if sha256 is not None}

@@ -35,21 +35,18 @@ def sample_rows(
     Images also have their group, and whether they are of an evaluation: trackers draw them on
     sheets. Without a ``display`` completions are not rendered.
     """
-    lengths = completion_lengths(rollouts)
+    lengths, inputs = completion_lengths(rollouts), rollouts.per_row.get("inputs")
     samples = []
     for row in rows:
         group = int(rollouts.group_ids[row])
-        prompt = rollouts.prompts[group]
-        completion = rollouts.completions[row]
+        prompt, completion = rollouts.prompts[group], rollouts.completions[row]
         if display is not None:
             completion = display.render(rollouts, row)
         sample: dict[str, Any] = {}
         if isinstance(completion, Tensor):
             sample = {"group": group, "held_out": is_held_out}
         sample |= {
-            "prompt": rollouts.per_row["inputs"][row]
-            if "inputs" in rollouts.per_row
-            else prompt.inputs,
+            "prompt": prompt.inputs if inputs is None else inputs[row],
             "completion": completion,
             "reward": float(scores.rewards[row]),
             "parts": {name: float(part[row]) for name, part in scores.parts.items()},
@@ -66,9 +63,9 @@ def sample_rows(
 def failures_of(scores: Scores) -> dict[int, list[dict[str, str]]]:
     """Return the failures of the rewards, by row."""
     failures: dict[int, list[dict[str, str]]] = {}
-    for failure in scores.failures:
-        reason = {"reward": failure.reward, "kind": failure.kind, "message": failure.message}
-        failures.setdefault(failure.row, []).append(reason)
+    for one in scores.failures:
+        reason = {"reward": one.reward, "kind": one.kind, "message": one.message}
+        failures.setdefault(one.row, []).append(reason)
     return failures
 
 
@@ -78,20 +75,18 @@ def all_completions(run: Run, collected: Collected) -> list[dict[str, Any]]:
     sampled = collected.sampled
     if sampled is None or run.config.saving.completions == "shown":
         return []
-    failures, groups = failures_of(sampled.scores), sampled.rollouts.group_ids.tolist()
+    groups, failures = sampled.rollouts.group_ids.tolist(), failures_of(sampled.scores)
     advantages = learned_advantages(collected)
     rows = sample_rows(None, sampled.rollouts, sampled.scores, range(len(groups)))
     for number, row in enumerate(rows):
-        reasons = [": ".join(failure.values()) for failure in failures.get(number, ())]
         # failures as a string in each row: Arrow wants one type per column
-        row |= {"group": groups[number], "failures": "; ".join(reasons)}
+        reasons = [": ".join(failure.values()) for failure in failures.get(number, ())]
+        row["group"], row["failures"] = groups[number], "; ".join(reasons)
         row["advantage"] = float(advantages[number])
     gathered: list[dict[str, Any]] = []
-    first = 0
     for part in dist.all_gather(json.dumps(to_json(rows)).encode()):
-        own = json.loads(part)
-        gathered += [row | {"group": first + row["group"]} for row in own]
-        first += 1 + max((row["group"] for row in own), default=-1)
+        first = 1 + max((row["group"] for row in gathered), default=-1)
+        gathered += [row | {"group": first + row["group"]} for row in json.loads(part)]
     return gathered
 
 
@@ -115,11 +110,11 @@ def show_samples(run: Run, collected: Collected) -> None:
     rollouts, scores = sampled.rollouts, sampled.scores
     failures = failures_of(scores)
     failed = sorted(failures)[:FAILURES_KEPT]
-    rows = sample_rows(run.display, rollouts, scores, failed)
-    for number, row in zip(failed, rows, strict=True):
-        row["failures"] = failures[number]
+    shown = list(failed)
     if every and (run.state.step - 1) % every == 0:
-        chosen = run.display.rows_to_show(rollouts.group_ids, scores.rewards)
-        rows += sample_rows(run.display, rollouts, scores, chosen)
+        shown += run.display.rows_to_show(rollouts.group_ids, scores.rewards)
+    rows = sample_rows(run.display, rollouts, scores, shown)
+    for number, row in zip(failed, rows, strict=False):
+        row["failures"] = failures[number]
     for tracker in run.trackers if rows else ():
         tracker.log_samples(run.state.step, rows)

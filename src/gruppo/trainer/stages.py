@@ -18,7 +18,6 @@ from gruppo import distributed as dist
 from gruppo.config.schema import SCHEDULED, Config, Stage
 from gruppo.config.stages import peak_lr, stage_path
 from gruppo.core.schedules import Controller, Schedule, warmup_decay
-from gruppo.loading import did_you_mean
 from gruppo.types import GruppoError, Sampling
 
 log = logging.getLogger("gruppo")
@@ -93,7 +92,8 @@ class StageSchedule:
         """``sampling``: what each step samples from, at its own temperature; that of a text model
         by default."""
         self.config, self.plan = config, config.plan
-        self.sampling = config.rollout.sampling if sampling is None else sampling
+        self.sampling = sampling or config.rollout.sampling
+        self.names = [stage.name or f"stage {n}" for n, stage in enumerate(self.plan, start=1)]
         self._schedules: list[dict[str, Schedule | Controller]] = [
             {name: copy(schedule) for name, schedule in stage.schedules.items()}
             for stage in self.plan
@@ -122,15 +122,20 @@ class StageSchedule:
         return self.plan[self.index]
 
     @property
-    def names(self) -> list[str]:
-        """Of all stages, in order."""
-        return [stage.name or f"stage {number}" for number, stage in enumerate(self.plan, start=1)]
+    def _controllers(self) -> dict[str, Controller]:
+        """Those of all stages, by stage and name."""
+        return {
+            f"{index} {name}": one
+            for index, own in enumerate(self._schedules)
+            for name, one in own.items()
+            if isinstance(one, Controller)
+        }
 
     def step_params(self, step: int) -> StepParams:
-        """The parameters of step 0, 1, ..., which is in the current stage."""
+        """Return the parameters of step 0, 1, ..., which is in the current stage."""
         config, stage, optim = self.config, self.stage, self.config.optim
-        # Steps that the stage lasts, as far as known; the last one has what earlier gates have
-        # saved too.
+        since = step - self.began
+        # Steps that the stage lasts, if known; the last one has what earlier gates have saved too.
         length = config.steps - self.began
         if self.index + 1 < len(self.plan) and stage.steps:
             length = min(stage.steps, length)
@@ -144,51 +149,42 @@ class StageSchedule:
                 final_frac=optim.final_lr_frac,
             ),
             "weight_decay": optim.weight_decay,
-            "temperature": None,
+            "temperature": self.sampling.temperature,
             "group_size": config.rollout.group_size,
         }
         for name, schedule in self._schedules[self.index].items():
-            now[name] = schedule.at(step - self.began, length=length)
+            now[name] = schedule.at(since, length=length)
         now |= self.overrides
-        lr = now["lr"] * self.lr_scale  # lowered at each return to the best weights
+        lr = now.pop("lr") * self.lr_scale
         if stage.warmup_steps:
-            lr *= min((step - self.began + 1) / stage.warmup_steps, 1.0)
+            lr *= min((since + 1) / stage.warmup_steps, 1.0)
         critic_lr, own, peak = lr, config.critic.lr, peak_lr(config, self.index)
         if own is not None and own != peak:
             critic_lr = lr * (own / peak) if peak else 0.0
-        sampling = self.sampling
-        if now["temperature"] is not None:
-            sampling = replace(sampling, temperature=now["temperature"])
         step_params = StepParams(
             lr=lr,
             critic_lr=critic_lr,
             is_critic_alone=False,
-            group_size=round(now["group_size"]),
-            sampling=sampling,
-            weight_decay=now["weight_decay"],
-            **{name: now[name] for name in _PLAIN},
+            group_size=round(now.pop("group_size")),
+            sampling=replace(self.sampling, temperature=now.pop("temperature")),
+            **now,
         )
         if not config.objective.has_critic or not step_params.samples:
             return step_params
-        since = step if self.sampled_since is None else min(self.sampled_since, step)
-        return replace(step_params, is_critic_alone=step - since < config.critic.warmup_steps)
+        sampled = step - (step if self.sampled_since is None else min(self.sampled_since, step))
+        return replace(step_params, is_critic_alone=sampled < config.critic.warmup_steps)
 
     def metrics(self, step_params: StepParams) -> dict[str, float]:
-        """Step parameters that vary: set by a schedule or controller in some stage, or differing
-        between stages."""
-        values = {name: [getattr(stage, name) for stage in self.plan] for name in SCHEDULED}
-        changing = self.overrides.keys() | {
-            name
-            for name, given in values.items()
-            if len(set(given)) > 1 or any(isinstance(value, str) for value in given)
-        }
-        now = {"temperature": step_params.sampling.temperature}
-        metrics = {
-            f"stage/{name}": float(now.get(name, getattr(step_params, name, math.nan)))
-            for name in SCHEDULED
-            if name in changing and name != "lr"  # that is "optim/lr"
-        }
-        return metrics | ({"stage/number": self.index + 1.0} if len(self.plan) > 1 else {})
+        """Return the step parameters that vary: set by a schedule or controller in some stage, or
+        differing between stages."""
+        metrics = {"stage/number": self.index + 1.0} if len(self.plan) > 1 else {}
+        for name in SCHEDULED:
+            values = {getattr(stage, name) for stage in self.plan}
+            varies = len(values) > 1 or any(isinstance(value, str) for value in values)
+            if name != "lr" and (varies or name in self.overrides):  # that is "optim/lr"
+                owner: Any = step_params.sampling if name == "temperature" else step_params
+                metrics[f"stage/{name}"] = float(getattr(owner, name))
+        return metrics
 
     def measure(self, step: int, metrics: Mapping[str, float], *, rows: float = 0.0) -> None:
         """After step ``step``'s update: controllers move on, and gates remember."""
@@ -201,85 +197,66 @@ class StageSchedule:
         if gate is not None and (value := agreed(metrics, gate.metric)) is not None:
             self.seen.append(value)
 
-    def advance(self, step: int, known: Mapping[str, float]) -> str | None:
+    def advance(self, step: int) -> str | None:
         """At the boundary after ``step`` steps: begin the next stage, or end the run, if it is due,
         and return why.
 
         A gate that did not open within the stage's steps is a warning, with the last value of its
-        metric or, where that was never measured, the nearest of the ``known`` ones.
+        metric.
         """
         if self.settled >= step or self.is_over:
             return None
         self.settled = step
         is_last = self.index + 1 == len(self.plan)
         gate, stage, name = self._gates[self.index], self.stage, self.names[self.index]
-        has_ended = step == self.config.steps
-        if not is_last:
-            has_ended = stage.steps > 0 and step - self.began >= stage.steps
         if gate is not None and gate.is_open(self.seen):
             why = f"{gate.metric} is {self.seen[-1]:.4g}, and {name} lasts until {stage.until}"
-        elif has_ended:
+            self.is_over = is_last
+            if is_last:
+                return f"step {step}: the run ends ({why})."
+        else:
+            end = self.config.steps if is_last else self.began + stage.steps
+            if step < end or not (is_last or stage.steps):
+                return None
             why = f"{name} has had its {stage.steps} steps"
             if gate is not None:
-                self._warn_of_gate(gate, step, known)
+                last = f"{self.seen[-1]:.4g} at last" if self.seen else "never measured"
+                text = "%s ends after its %d steps, and its gate %r never opened: %s was %s."
+                log.warning(text, name, step - self.began, stage.until, gate.metric, last)
             if is_last:
                 return None
-        else:
-            return None
-        if is_last:
-            self.is_over = True
-            return f"step {step}: the run ends ({why})."
         self.index += 1
         self.began = step
         self.seen = []
         return f"step {step}: {self.names[self.index]} begins ({why})."
 
-    def _warn_of_gate(self, gate: Gate, step: int, known: Mapping[str, float]) -> None:
-        last = f"{gate.metric} was never measured."
-        if self.seen:
-            last = f"{gate.metric} was {self.seen[-1]:.4g} at last."
-        else:
-            last += did_you_mean(gate.metric, known.keys() - {gate.metric})
-        log.warning(
-            "%s ends after its %d steps, and its gate %r never opened: %s",
-            *(self.names[self.index], step - self.began, self.stage.until, last),
-        )
-
     def state_dict(self) -> dict[str, Any]:
-        controllers = [
-            {name: dict(vars(one)) for name, one in own.items() if isinstance(one, Controller)}
-            for own in self._schedules
-        ]
         # copies: a checkpoint may be written after the next step has changed these
-        return {name: copy(getattr(self, name)) for name in _SAVED} | {"controllers": controllers}
+        own = {name: copy(getattr(self, name)) for name in _SAVED}
+        return own | {"controllers": {n: dict(vars(one)) for n, one in self._controllers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         vars(self).update({name: copy(state[name]) for name in _SAVED})
-        for stage, saved in zip(self._schedules, state["controllers"], strict=True):
-            for name, controller in stage.items():
-                if isinstance(controller, Controller):
-                    controller.load_state_dict(saved[name])
+        for name, controller in self._controllers.items():
+            controller.load_state_dict(state["controllers"][name])
 
 
 _SAVED = ("index", "began", "lr_scale", "overrides", "settled", "is_over", "sampled_since", "seen")
-"""What a checkpoint holds of a StageSchedule, beside the controllers."""
-_PLAIN = ("rl_coef", "sup_coef", "kl_coef", "entropy_coef", "value_coef", "cons_coef")
-"""Step parameters that are the value of their schedule, which no stage may leave out."""
+"""What a checkpoint holds of a StageSchedule, besides the controllers."""
 
 
 def step_params_at(config: Config, step: int) -> StepParams:
-    """The parameters of step 0, 1, ... in the first stage, if it samples from the beginning."""
+    """Return the parameters of step 0, 1, ... in the first stage, if it samples from the
+    beginning."""
     stage_schedule = StageSchedule(config)
     stage_schedule.sampled_since = 0
     return stage_schedule.step_params(step)
 
 
 def agreed(metrics: Mapping[str, float], name: str) -> float | None:
-    """A metric's mean over the ranks that have it, so that all decide alike; None where none
+    """Return a metric's mean over the ranks that have it, so that all decide alike; None if none
     has."""
     value = metrics.get(name, math.nan)
-    is_there = math.isfinite(value)
-    total, count = dist.all_sum(
-        torch.tensor([value if is_there else 0.0, float(is_there)], dtype=torch.float64)
-    )
+    numbers = [value, 1.0] if math.isfinite(value) else [0.0, 0.0]
+    total, count = dist.all_sum(torch.tensor(numbers, dtype=torch.float64))
     return float(total / count) if count else None

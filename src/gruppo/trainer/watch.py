@@ -54,15 +54,15 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text))
+        self._attempt(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
         self._attempt(self._stream.flush)
 
-    def _attempt(self, action: Callable[[], Any]) -> None:
+    def _attempt(self, action: Callable[..., Any], *args: Any) -> None:
         try:
-            action()
+            action(*args)
         except OSError:
             # what is buffered, and what other code writes to the descriptor, must not fail either
             with suppress(OSError):  # a stream without a descriptor
@@ -102,10 +102,8 @@ def on_screen(run: Run, folder: Path) -> Tracker:
 def logged() -> Iterator[None]:
     """Print the log's notes within, such as that of a download, unless the caller has configured
     the log."""
-    level, handler = (
-        log.level,
-        logging.StreamHandler(sys.stderr),
-    )  # without a format, it writes the message alone
+    level = log.level
+    handler = logging.StreamHandler(sys.stderr)  # without a format, it writes the message alone
     if level == logging.NOTSET:
         log.setLevel(logging.INFO)
     if not log.hasHandlers():

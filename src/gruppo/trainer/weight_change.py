@@ -18,7 +18,7 @@ from gruppo.engines.local import spread_sample
 from gruppo.loading import command_name
 from gruppo.tracking.files import append_lines
 from gruppo.trainer.run import Run
-from gruppo.types import Rollouts, Stat
+from gruppo.types import Stat
 
 log = logging.getLogger("gruppo")
 
@@ -56,20 +56,16 @@ class WeightChange:
 
 def warn_if_lost(run: Run, changed: Stat) -> None:
     """Warn if an update changed few of the weights that have a gradient."""
+    dtype = str(run.parameters[0].dtype).removeprefix("torch.")
     if changed.count and changed.mean < LEAST:
         log.warning(
             "step %d: an update changed %.1f%% of the weights that have a gradient; at --optim.lr "
             "%g the rest is lost in rounding to %s. Raise it, or hold the weights in float32.",
-            run.state.step,
-            100 * changed.mean,
-            run.config.optim.lr,
-            str(run.parameters[0].dtype).removeprefix("torch."),
+            *(run.state.step, 100 * changed.mean, run.config.optim.lr, dtype),
         )
 
 
-def warn_if_idle(
-    run: Run, metrics: Mapping[str, float], folder: Path, rollouts: Rollouts | None = None
-) -> None:
+def warn_if_idle(run: Run, metrics: Mapping[str, float], folder: Path) -> None:
     """Count steps without a gradient, or with one of regularizers alone; warn after three of
     them."""
     norms = [metrics[name] for name in NORMS if name in metrics]
@@ -79,23 +75,7 @@ def warn_if_idle(
     learns_otherwise = {"grad/critic_norm", "sup/loss_nats"} & metrics.keys()
     is_flat = size is not None and not size > 0 and not learns_otherwise
     state.idle_steps = state.idle_steps + 1 if norms and (is_flat or not any(norms)) else 0
-    if state.idle_steps not in IDLE:
-        return
-    is_repeated = rollouts is not None and repeats_actions(rollouts)
-    event = {"step": state.step, "event": "nothing learned", "is_repeated": is_repeated}
-    append_lines(folder / EVENTS, [event])
-    log.warning(
-        "step %d: nothing was learned in the last %d steps. %s doctor %s says why.",
-        *(state.step, state.idle_steps, command_name(), folder),
-    )
-
-
-def repeats_actions(rollouts: Rollouts) -> bool:
-    """Return whether each of this rank's groups repeats one sequence of actions; not if each has a
-    single row."""
-    groups = rollouts.group_ids.tolist()
-    firsts = torch.tensor([groups.index(group) for group in groups])
-    mask = rollouts.mask.reshape(*rollouts.mask.shape, *[1] * (rollouts.actions.dim() - 2))
-    chosen = rollouts.actions.where(mask, 0)
-    is_equal = torch.equal(mask, mask[firsts]) and torch.equal(chosen, chosen[firsts])
-    return len(set(groups)) < len(groups) and is_equal
+    if state.idle_steps in IDLE:
+        append_lines(folder / EVENTS, [{"step": state.step, "event": "nothing learned"}])
+        text = "step %d: nothing was learned in the last %d steps. %s doctor %s says why."
+        log.warning(text, state.step, state.idle_steps, command_name(), folder)

@@ -28,7 +28,7 @@ from gruppo.protocols import (
     Policy,
     PromptMixin,
     PromptSource,
-    ShardingMixin,
+    RecomputeMixin,
     peek,
 )
 from gruppo.types import DataError, Finish, GruppoError, Prompt, Request, Rollouts
@@ -37,7 +37,7 @@ from gruppo.types import DataError, Finish, GruppoError, Prompt, Request, Rollou
 class ImagePolicy(
     Policy,
     DemonstrationMixin,
-    ShardingMixin,
+    RecomputeMixin,
     PromptMixin,
     ImageDescriptionMixin,
     MemoryMixin,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gruppo.distributed.sharding import forward, is_sharded, local, whole
 from gruppo.modalities.common.lora import has_adapter, trained, without_adapter
-from gruppo.protocols import Outputs, Policy, shard_policy
+from gruppo.protocols import Outputs, Policy
 from gruppo.types import GruppoError, Likelihood, MicroBatch, Rollouts
 
 Rule = Literal["frozen", "ema", "adapter_off"]
@@ -93,7 +93,7 @@ class ReferenceModel:
         return self._policy.compute_module
 
     def shard(self, apply: Callable[..., None]) -> None:
-        """Shard the copy over ranks, after the policy; see ``ShardingMixin.shard``."""
+        """Shard the copy over ranks, after the policy; see ``Policy.shard``."""
         if self.shares_module:
             if self.follows_policy:
                 self._weights = store(trained(self._policy.module))
@@ -101,7 +101,7 @@ class ReferenceModel:
         # in the dtype that they are mixed in: FSDP casts to that of compute
         for name, weight in self._weights.items():
             self.module.get_parameter(name).data = weight.detach()
-        shard_policy(self._policy, apply)
+        self._policy.shard(apply)
         shards: dict[str, Tensor] = dict(self.module.named_parameters())
         self._weights = shards
 

@@ -41,8 +41,8 @@ from gruppo.protocols import (
     MemoryMixin,
     Outputs,
     PromptMixin,
+    RecomputeMixin,
     ServingMixin,
-    ShardingMixin,
     ValueHeadMixin,
 )
 from gruppo.shapes import BoolBT, FloatBT, FloatN, IntB
@@ -71,7 +71,7 @@ class TextPolicy(
     ServingMixin,
     DemonstrationMixin,
     ValueHeadMixin,
-    ShardingMixin,
+    RecomputeMixin,
     PromptMixin,
     DescriptionMixin,
     MemoryMixin,
