@@ -111,7 +111,7 @@ class Small:
     """Pictures of their own in place of the photographs."""
 
     def __call__(self, data: str, seed: int) -> IndexedSource:
-        from gruppo.data.degrade import Degradation
+        from gruppo.data.restoration import Degradation
 
         files = {f"p{n}": ImagePair(picture) for n, picture in enumerate(scenes(6))}
         return image_pairs(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gruppo.core.images import gaussian_blur, quantize
-from gruppo.data.degrade import Degradation
+from gruppo.data.restoration import Degradation
 from gruppo.types import DataError
 
 Image = pytest.importorskip("PIL.Image")

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from gruppo.data.degrade import Degradation
 from gruppo.data.open import open_source
 from gruppo.data.restoration import (
     PHOTOGRAPHS,
+    Degradation,
     ImagePair,
     image_pairs,
     photographs,

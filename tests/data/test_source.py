@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from gruppo.data.arithmetic import arithmetic
-from gruppo.data.degrade import Degradation
 from gruppo.data.digits import labelled_images
 from gruppo.data.images import image_folder
 from gruppo.data.open import open_source
 from gruppo.data.reasoning_gym import reasoning_gym
-from gruppo.data.restoration import ImagePair, image_pairs
+from gruppo.data.restoration import Degradation, ImagePair, image_pairs
 from gruppo.data.rows import row_source
 from gruppo.data.source import IndexedSource, SourceWrapper, hash_unit, prompt_key
 from gruppo.types import DataError, Prompt

@@ -6,8 +6,12 @@ from gruppo.modalities.restoration.actions import (
     LowResolution,
     PixelNoise,
 )
-from gruppo.modalities.restoration.load import load_restorer, open_network, open_restorer
-from gruppo.modalities.restoration.modality import RESTORATION
+from gruppo.modalities.restoration.modality import (
+    RESTORATION,
+    load_restorer,
+    open_network,
+    open_restorer,
+)
 from gruppo.modalities.restoration.networks import RestorationUNet
 from gruppo.modalities.restoration.policy import RestorationPolicy
 

@@ -92,8 +92,7 @@ class Restorer(nn.Module):
     def probe(self, channels: int) -> None:
         """Raise GruppoError for a network that cannot restore images with this number of
         channels."""
-        device = next(self.parameters()).device
-        x = torch.full((1, channels, PROBE_SIDE, PROBE_SIDE), 0.5, device=device)
+        x = torch.full((1, channels, PROBE_SIDE, PROBE_SIDE), 0.5, device=self.action.std.device)
         try:
             mean, base = self(x)
             self.action.render(base, mean)
