@@ -227,7 +227,7 @@ class WeightCheck:
         """Return why the log-probs of sampled tokens are not those of the published weights; "" if
         they are."""
         requests = self.requests[: len(rows)]
-        rollouts = policy.sample_with(lambda *_: generated(rows), requests, WARM, seed=0)
+        rollouts = policy.sample(requests, WARM, seed=0, generate=lambda *_: generated(rows))
         server = rollouts.sampler_logprobs[rollouts.mask].double()
         error = (server - logprobs_of(policy, rollouts)).abs().mean().item()
         if error <= self.max_mismatch:
