@@ -149,12 +149,7 @@ class RewardSet:
                 advice="Pass a function or $reward exact_match",
             )
         self.weights = _checked_weights(weights, len(rewards))
-        self._rewards: dict[str, FunctionReward | ObjectReward] = {}
-        for source in rewards:
-            reward = open_reward(source, timeout_s)
-            numbered = (f"{reward.name}_{n}" for n in count(2))  # equal names get _2, _3, ...
-            names = chain([reward.name], numbered)
-            self._rewards[next(name for name in names if name not in self._rewards)] = reward
+        self._rewards = _named(open_reward(source, timeout_s) for source in rewards)
         opened = self._rewards.items()
         self.names = tuple(self._rewards)
         self.weight_of = dict(zip(self.names, self.weights, strict=True))
@@ -261,11 +256,6 @@ class RewardSet:
         for started in running:  # each bounds its own time
             started.done.wait()
             started.result()
-        extras: dict[str, tuple[Any, ...]] = {}
-        for name, result in results.items():
-            for column, values in result.extras.items():
-                # A column that two rewards log carries the second one's name.
-                extras[f"{name}/{column}" if column in extras else column] = tuple(values)
         every = list(results.values())
         groups = None if is_evaluation else rollouts.group_ids.cpu()
         logged = [(f"reward_metric/{name}", x) for result in every for name, x in result.metrics]
@@ -275,8 +265,28 @@ class RewardSet:
             steps={name: results[name].steps for name in self.step_names},
             failures=tuple(f for result in every for _, f in sorted(result.failures.items())),
             metrics=_means(logged),
-            extras=extras,
+            extras=_columns_of(results),
         )
+
+
+def _named(
+    rewards: Iterable[FunctionReward | ObjectReward],
+) -> dict[str, FunctionReward | ObjectReward]:
+    """Rewards by name; equal names get _2, _3, ..."""
+    named: dict[str, FunctionReward | ObjectReward] = {}
+    for reward in rewards:
+        names = chain([reward.name], (f"{reward.name}_{n}" for n in count(2)))
+        named[next(name for name in names if name not in named)] = reward
+    return named
+
+
+def _columns_of(results: Mapping[str, RewardResult]) -> dict[str, tuple[Any, ...]]:
+    """Logged columns; one that two rewards log carries the second one's name."""
+    columns: dict[str, tuple[Any, ...]] = {}
+    for name, result in results.items():
+        for column, values in result.extras.items():
+            columns[f"{name}/{column}" if column in columns else column] = tuple(values)
+    return columns
 
 
 def _checked_weights(weights: Sequence[float] | None, count: int) -> tuple[float, ...]:

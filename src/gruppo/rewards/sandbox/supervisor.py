@@ -130,16 +130,10 @@ def _run(request: Mapping[str, Any], lockdown: Lockdown) -> dict[str, Any]:
         # A confined process cannot take this report back; only one that is confined has output.
         if kind != "v" and child.end_reason != _FLOOD:
             return {"refused": f"a process could not be locked: {text}"}
-        failure = {"status": "error", "message": child.end_reason or _ending(child.status)}
-        if child.end_reason == "time":
-            message = f"over {case_s:g} s for the case or {program_s:g} s in all"
-            failure = {"status": "timeout", "message": message}
-        kind, text = child.reports.get(LOADING, ("", ""))
-        if kind == "e":
-            failure = {"status": "error", "message": text}
+        failure = _failure(child, case_s, program_s)
         if request["kind"] == "calls":
             results += _results_of_calls(child.reports, len(results), count, failure)
-        elif child.end_reason or child.status or kind == "e":
+        elif child.end_reason or child.status or LOADING in child.reports:
             results.append(failure)
         else:
             room -= len(child.printed)
@@ -148,6 +142,17 @@ def _run(request: Mapping[str, Any], lockdown: Lockdown) -> dict[str, Any]:
     message = "the program's time was used up before this case"
     results += [{"status": "not_run", "message": message}] * (count - len(results))
     return {"results": results}
+
+
+def _failure(child: Child, case_s: float, program_s: float) -> dict[str, str]:
+    """Result of the case during which the process ended, or of each one if its top level failed."""
+    kind, text = child.reports.get(LOADING, ("", ""))
+    if kind == "e":
+        return {"status": "error", "message": text}
+    if child.end_reason == "time":
+        message = f"over {case_s:g} s for the case or {program_s:g} s in all"
+        return {"status": "timeout", "message": message}
+    return {"status": "error", "message": child.end_reason or _ending(child.status)}
 
 
 def _results_of_calls(
@@ -326,18 +331,11 @@ def _start(
     nonce, is_script = secrets.token_hex(16), request["kind"] == "script"
     channel, reports = os.pipe()
     listener, sender = _socket.socketpair()
-    output: int | None = None
     null = os.open(os.devnull, os.O_RDWR)
-    streams = [null, null, null]
+    output, streams = None, [null, null, null]
     if is_script:
-        pipe = os.pipe()
-        output = pipe[0]
-        streams[1] = pipe[1]
-        # a file in memory: a pipe would have to be filled while the program runs
-        streams[0] = os.memfd_create("stdin")
-        with open(streams[0], "wb", closefd=False) as file:
-            file.write(request["cases"][first].encode("utf-8", "surrogatepass"))
-        os.lseek(streams[0], 0, os.SEEK_SET)
+        output, prints = os.pipe()
+        streams = [_file_in_memory(request["cases"][first]), prints, null]
     streams.append(reports)
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
@@ -363,6 +361,15 @@ def _start(
             os.set_blocking(end, False)
     cases = range(0) if is_script else range(len(request["cases"]))
     return Child(pid, channel, output, asks, nonce, cases, room, spent)
+
+
+def _file_in_memory(text: str) -> int:
+    """Descriptor of standard input: a pipe would have to be filled while the program runs."""
+    fd = os.memfd_create("stdin")
+    with open(fd, "wb", closefd=False) as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def _confine(
