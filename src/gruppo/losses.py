@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from gruppo.core.advantages import group_advantages
@@ -25,10 +25,12 @@ from gruppo.core.loss import LossInputs, policy_loss
 from gruppo.core.objective import GRPO, PPO, PRESETS, Objective
 from gruppo.core.returns import gae
 from gruppo.core.weights import loss_total, loss_weights
+from gruppo.shapes import BoolBT, FloatB, FloatBT, IntB, Scalar
 from gruppo.types import GruppoError, Likelihood, Stat
 
 __all__ = ["GRPOLoss", "PPOLoss", "compute_gae"]
 
+FloatRows = Float[Tensor, "*rows"]
 Terms = tuple[dict[str, Tensor], dict[str, Stat]]
 """Terms of a loss, coefficients included, so that their sum is the loss; and statistics of its
 actions."""
@@ -47,16 +49,16 @@ class _PolicyLoss(nn.Module):
             _check_range(name, value, math.inf)
             setattr(self, name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, ""]:
+    def forward(self, *args: Any, **kwargs: Any) -> Scalar:
         """Loss to be minimized: the sum of ``terms``, which takes the same arguments."""
         return torch.stack(list(self.terms(*args, **kwargs)[0].values())).sum()
 
     def _terms(
         self,
         likelihood: Likelihood,
-        loss_mask: Bool[Tensor, "B T"],
+        loss_mask: BoolBT,
         coefficients: dict[str, float],
-        group_ids: Int[Tensor, "B"] | None = None,
+        group_ids: IntB | None = None,
         **inputs: Any,
     ) -> Terms:
         """``policy_loss`` with this batch as the whole update, and its terms times their
@@ -131,12 +133,12 @@ class GRPOLoss(_PolicyLoss):
 
     def terms(
         self,
-        policy_logprobs: Float[Tensor, "*rows"],
-        old_policy_logprobs: Float[Tensor, "*rows"] | None,
+        policy_logprobs: FloatRows,
+        old_policy_logprobs: FloatRows | None,
         rewards: Tensor,
-        reference_logprobs: Float[Tensor, "*rows"] | None = None,
-        mask: Bool[Tensor, "B T"] | None = None,
-        group_ids: Int[Tensor, "B"] | None = None,
+        reference_logprobs: FloatRows | None = None,
+        mask: BoolBT | None = None,
+        group_ids: IntB | None = None,
     ) -> Terms:
         """``policy`` and, with a KL in the loss, ``kl``; and statistics of ratio, clip, KL and
         rewards.
@@ -189,13 +191,13 @@ class GRPOLoss(_PolicyLoss):
 
 
 def compute_gae(
-    rewards: Float[Tensor, "B T"],
-    values: Float[Tensor, "B T"],
+    rewards: FloatBT,
+    values: FloatBT,
     gamma: float = 0.99,
     lam: float = 0.95,
-    mask: Bool[Tensor, "B T"] | None = None,
-    bootstrap: Float[Tensor, "B"] | None = None,
-) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    mask: BoolBT | None = None,
+    bootstrap: FloatB | None = None,
+) -> tuple[FloatBT, FloatBT]:
     """Advantages and returns (advantages + values) of each action, without gradient; see
     ``core.returns.gae``.
 
@@ -249,14 +251,14 @@ class PPOLoss(_PolicyLoss):
 
     def terms(
         self,
-        policy_logprobs: Float[Tensor, "*rows"],
-        old_policy_logprobs: Float[Tensor, "*rows"],
-        values: Float[Tensor, "*rows"],
-        returns: Float[Tensor, "*rows"],
-        advantages: Float[Tensor, "*rows"],
-        entropy: Float[Tensor, "*rows"] | None = None,
+        policy_logprobs: FloatRows,
+        old_policy_logprobs: FloatRows,
+        values: FloatRows,
+        returns: FloatRows,
+        advantages: FloatRows,
+        entropy: FloatRows | None = None,
         mask: Bool[Tensor, "*rows"] | None = None,
-        old_values: Float[Tensor, "*rows"] | None = None,
+        old_values: FloatRows | None = None,
     ) -> Terms:
         """``policy``, ``value`` and, with an entropy, ``entropy``; and statistics of ratio, clip
         and values.
@@ -303,7 +305,7 @@ class PPOLoss(_PolicyLoss):
 
 def _rows(
     logprobs: Tensor, rewards: Tensor, mask: Tensor | None, group_ids: Tensor | None
-) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"], Bool[Tensor, "B T"]]:
+) -> tuple[FloatB, IntB, BoolBT]:
     """Rewards of rows, group ids from 0, and the mask."""
     if mask is None:
         if logprobs.shape != rewards.shape:
