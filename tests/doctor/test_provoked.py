@@ -40,7 +40,7 @@ PROVOKED: dict[str, tuple[dict[str, Any], list[str], str]] = {
     ),
     "a learning rate that takes the entropy": (
         {"optim__lr": 1e3, "reward": [tiny.reward("digits")]},
-        ["no-gradient", "zero-spread"],
+        ["zero-spread"],
         "",
     ),
     "loss_sup that does not fall": (
