@@ -158,8 +158,9 @@ def test_a_run_is_evaluated_and_sampled_through_its_adapter(whole, capsys):
     assert done.prompts == 4 and len(rows) == 4
     base = inference.sample(tiny.model(), [row["prompt"] for row in rows], max_new_tokens=8)
     assert [row["completion"] for row in rows] != [texts[0] for texts in base]
+    warm = {"prompts": ["3 + 4 = ?"], "max_new_tokens": 8, "temperature": 1.0}
+    assert inference.sample(run, **warm) != inference.sample(tiny.model(), **warm)
     with_adapter = inference.sample(run, ["3 + 4 = ?"], max_new_tokens=8)
-    assert with_adapter != inference.sample(tiny.model(), ["3 + 4 = ?"], max_new_tokens=8)
     assert processes.exit_code(["sample", str(run), "3 + 4 = ?", "--max-new-tokens", "8"]) == 0
     assert capsys.readouterr().out.strip() == with_adapter[0][0].strip()
 

@@ -4,7 +4,6 @@ folder can do."""
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +152,6 @@ def test_a_function_that_makes_other_weights_by_now_is_refused_where_they_are_th
     )
     (file.parent / "bias").write_text("0.25")
     assert api.start(run).model == run / "final"
-
-
-def test_a_file_that_changed_while_the_run_lay_still_is_said_once(tmp_path, caplog):
-    run, file = stopped_at_step_1(tmp_path)
-    file.write_text(FROM_A_FILE + "\n\nLATER = 1\n")
-    with caplog.at_level(logging.WARNING, "gruppo"):
-        api.start(run)
-    messages = [text for text in caplog.messages if "has changed" in text]
-    assert messages == [f"since the run began: the file of the model {file}:model has changed."]
 
 
 # --- references, critics, dtypes, adapters --------------------------------------------------------

@@ -175,7 +175,7 @@ def test_two_ranks_resume_to_the_bit_each_with_its_own_random_state(tmp_path):
 
 
 def with_a_full_disk(config: dict[str, Any]) -> None:
-    def save_file(tensors: object, path: Path) -> None:
+    def save_file(tensors: object, path: Path, **_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     checkpoint.save_file = save_file
