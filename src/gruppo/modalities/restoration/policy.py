@@ -118,17 +118,13 @@ class RestorationPolicy(ImagePolicy, RestorationMixin, StatisticsMixin):
     def describe(
         self, config: Any, sampling: Sampling, prompts: Sequence[Prompt], group_size: int
     ) -> list[str]:
-        trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
         return [
             f"an image    {list(prompts[0].inputs.shape)}",
             f"an action   {self.module.action.settings}: {self.action_dims(prompts[0]):,} numbers",
-            f"trained     {trained:,} weights; supervised on {self.supervises}, by {self.loss}",
-            "evaluated   the image of the mean action",
+            f"supervised  on {self.supervises}, by {self.loss}",
         ]
 
-    def parse_prompt(
-        self, text: str, *, is_plain: bool, read_image: Callable[..., Tensor]
-    ) -> Tensor:
+    def parse_prompt(self, text: str, *, read_image: Callable[..., Tensor], **_: Any) -> Tensor:
         return read_image(text, channels=self.channels)
 
     def batch_stats(
