@@ -67,7 +67,8 @@ class Recorder:
             sys.settrace(None)
             threading.settrace(None)  # type: ignore[arg-type]
             seconds = time.monotonic() - began
-            names = sorted({name for code in self.called if (name := _name_of(code))})
+            called, self.called = self.called, set()  # a thread of the test may still add to it
+            names = sorted({name for code in called if (name := _name_of(code))})
             with self.path.open("a", encoding="utf-8") as part:
                 part.write(json.dumps([item.nodeid.removeprefix("tests/"), seconds, names]) + "\n")
 
@@ -132,7 +133,11 @@ def main() -> int:
         command = [sys.executable, "-m", "pytest", "-q", "-n", jobs]
         options = ["--dist", "worksteal", "-m", "not slow", "-p", "tests.mutants.covering"]
         environment = os.environ | {PARTS: folder, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, *options, *sys.argv[1:]], cwd=TESTS.parent, env=environment)
+        ended = subprocess.run(
+            [*command, *options, *sys.argv[1:]], cwd=TESTS.parent, env=environment
+        )
+        if ended.returncode not in (0, 1):
+            return ended.returncode
         parts = [path.read_text(encoding="utf-8") for path in Path(folder).iterdir()]
     lines = [tuple(json.loads(line)) for part in parts for line in part.splitlines()]
     recording = merge(lines, set(functions()))  # type: ignore[arg-type]
