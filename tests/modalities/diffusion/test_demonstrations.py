@@ -55,7 +55,7 @@ def test_a_demonstration_is_a_picture_and_nothing_that_was_sampled(make):
         ("noise", ddpm_schedule()),
         ("v", FlowSchedule()),
     ],
-    ids=str,
+    ids=("flow-x0", "shifted-velocity", "cosine-v", "linear-noise", "flow-v"),
 )
 def test_the_loss_by_hand_from_the_raw_network(predicts, schedule):
     """mean (network(alpha x0 + sigma e) - truth)^2 over the dimensions, at the drawn level with the
