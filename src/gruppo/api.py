@@ -237,6 +237,7 @@ class Trainer:
             with dist.fail_together():
                 is_restored = self._begin(origin, is_new=is_new, allow_changes=allow_changes)
             stack.callback(run.engine.close)
+            run.rewards.attach(path)
             # until now it held the first weights, or none
             run.engine.sync(run.policy, run.state.version)
             # closed in reverse order: the screen gives the terminal back before anything else is

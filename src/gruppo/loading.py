@@ -189,7 +189,8 @@ def load_file(path: Path) -> ModuleType:
         line = next((frame.lineno for frame in frames[::-1] if Path(frame.filename) == path), None)
         text = (str(error).splitlines() or [""])[0]
         if isinstance(error, SyntaxError):
-            line, text = error.lineno, error.msg
+            text = error.msg
+            line = error.lineno if error.filename == str(path) else line
         raise GruppoError(f"""{path}, line {line}, raised {type(error).__name__} on import: {text}.
             Fix the file and try again.""") from error
     return module

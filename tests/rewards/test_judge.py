@@ -176,6 +176,27 @@ def test_attempts_count_against_the_limit_of_calls(server, tmp_path):
     assert used["calls_count"] == 3 and used["failed_count"] == 1
 
 
+def test_the_limit_of_a_run_continues_also_with_fewer_ranks(server, tmp_path):
+    file = write_judge(tmp_path / "j.toml", server, "concurrency = 1\nmax_calls = 5\n")
+    run = tmp_path / "run"
+    place = run / "judges" / "j"
+    rewards = RewardSet([Judge(file)])
+    rewards.attach(run)
+    rewards.score(rollouts_of(["a", "bb"]))
+    counts = json.loads((place / "0.json").read_text())
+    (place / "1.json").write_text(
+        json.dumps(counts | {"calls": 2})
+    )  # as a second rank would have left it
+    rewards = RewardSet([Judge(file)])
+    rewards.attach(run)
+    assert rewards.usage()["judge/j/calls_count"] == 4 and [
+        path.name for path in place.iterdir()
+    ] == ["0.json"]
+    rewards.score(rollouts_of(["ccc", "dddd"]))
+    assert rewards.usage()["judge/j/calls_count"] == 5
+    assert "5 calls" in rewards.describe_usage(rewards.usage())[0]
+
+
 def test_requests_run_at_the_same_time_up_to_the_limit(server, tmp_path):
     three = threading.Barrier(3, timeout=30)
     server.grade = lambda question: min(three.wait(), 1)
@@ -262,9 +283,9 @@ def test_a_judge_refuses_images(server, tmp_path):
 def test_the_key_is_sent_and_stands_in_no_message_and_no_file(tmp_path, monkeypatch):
     server = JudgeServer(key="top-secret-key")
     monkeypatch.setenv("JUDGE_KEY", "top-secret-key")
-    monkeypatch.setenv("GRUPPO_STATE", str(tmp_path / "state"))
     file = write_judge(tmp_path / "j.toml", server, 'key_env = "JUDGE_KEY"\nretries = 0')
     rewards = RewardSet([Judge(file)])
+    rewards.attach(tmp_path / "run")
     assert rewards.score(rollouts_of(["aa"])).rewards.tolist() == pytest.approx([0.4])
     server.faults = [(500, {})]  # it quotes the key
     scores = rewards.score(rollouts_of(["bbb"]))
@@ -279,3 +300,15 @@ def test_a_count_of_tokens_that_no_answer_has_is_not_counted(server, tmp_path):
     scores, used = judged(write_judge(tmp_path / "j.toml", server), ["xx", "yyy"])
     assert not scores.rewards.isnan().any()
     assert used["input_tokens_count"] == 0 and used["output_tokens_count"] == 20
+
+
+def test_counts_of_a_run_s_folder_that_no_run_has_are_not_counted_on(server, tmp_path):
+    place = tmp_path / "run" / "judges" / "j"
+    place.mkdir(parents=True)
+    (place / "0.json").write_text(json.dumps({"calls": 10**400, "input_tokens": 7}))
+    rewards = RewardSet([resolve_reward(f"judge:{write_judge(tmp_path / 'j.toml', server)}")])
+    rewards.attach(tmp_path / "run")
+    assert (
+        rewards.usage()["judge/j/calls_count"],
+        rewards.usage()["judge/j/input_tokens_count"],
+    ) == (0, 7)

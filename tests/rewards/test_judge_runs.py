@@ -74,8 +74,9 @@ def test_the_cost_is_in_the_metrics_the_result_and_on_the_screen(server, tmp_pat
     assert len(server.bodies) == asked  # the same answers, from the cache
 
 
-def test_a_resumed_run_asks_nothing_twice(server, tmp_path, monkeypatch):
-    """Killed before the first checkpoint: the verdicts that were paid for come from the cache."""
+def test_a_resumed_run_counts_on_and_asks_nothing_twice(server, tmp_path, monkeypatch):
+    """Killed before the first checkpoint: what was paid is counted, and its verdicts come from the
+    cache."""
     whole = start(
         tmp_path / "whole", write_judge(tmp_path / "whole.toml", server, "seed = 1"), steps=3
     )
@@ -94,12 +95,16 @@ def test_a_resumed_run_asks_nothing_twice(server, tmp_path, monkeypatch):
         with pytest.raises(Killed):
             start(tmp_path / "cut", file, **options)
     paid = len(server.bodies) - asked
-    assert paid > 0
+    counts = json.loads((tmp_path / "cut/runs/run/judges/mine/0.json").read_text())
+    assert counts["calls"] == paid > 0
     result = api.start(tmp_path / "cut/runs/run")
     rows, expected = metrics(result.folder), metrics(whole.folder)
     assert [row["reward/mean"] for row in rows] == [row["reward/mean"] for row in expected]
-    assert rows[-1]["judge/mine/calls_count"] == len(server.bodies) - asked - paid
-    assert len(server.bodies) - asked == expected[-1]["judge/whole/calls_count"]
+    assert (
+        rows[-1]["judge/mine/calls_count"]
+        == len(server.bodies) - asked
+        == expected[-1]["judge/whole/calls_count"]
+    )
     assert rows[-1]["judge/mine/cache_hits_count"] >= paid
 
 
@@ -113,7 +118,7 @@ def test_no_calls_left_end_a_run_that_has_no_other_reward_and_more_continue_it(s
     assert len(server.bodies) == 15
     write_judge(tmp_path / "mine.toml", server, "max_calls = 5000\n")
     result = api.start(tmp_path / "runs/run")
-    assert metrics(result.folder)[-1]["judge/mine/calls_count"] == len(server.bodies) - 15 > 0
+    assert metrics(result.folder)[-1]["judge/mine/calls_count"] == len(server.bodies) > 15
 
 
 def test_another_rubric_is_another_run(server, tmp_path):
@@ -153,5 +158,9 @@ def test_two_ranks_count_together_and_share_the_limit_of_calls(server, tmp_path)
     file = write_judge(tmp_path / "mine.toml", server, "max_calls = 9\n")
     config = tiny.config(tmp_path, **BARE, reward=[f"judge:{file}"], steps=2)
     processes.run_ranks(2, train, serialization.to_dict(config), folder=tmp_path / "children")
-    last = metrics(tmp_path / "runs/run")[-1]
+    last, run = metrics(tmp_path / "runs/run")[-1], tmp_path / "runs/run"
     assert last["judge/mine/calls_count"] == len(server.bodies) <= 9
+    counts = [
+        json.loads((run / f"judges/mine/{rank}.json").read_text())["calls"] for rank in range(2)
+    ]
+    assert sum(counts) == len(server.bodies) and counts[0] <= 5 and counts[1] <= 4

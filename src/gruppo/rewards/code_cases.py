@@ -129,7 +129,7 @@ class ProgramTests:
             if case.source:
                 result = next(results)
                 if result.status != "value":
-                    raise BadTest(f"({case.source:.80} has no value ({result.message})")
+                    raise BadTest(f"{case.source:.80} has no value ({result.message})")
                 cases[n] = case.with_expected(result.value[0])
         return replace(self, cases=tuple(cases))
 

@@ -86,7 +86,7 @@ class FunctionReward:
     deadline. Attributes of the function that are read: ``timeout_s`` (wins over the argument),
     ``step_separator`` (see ``step_reward``), ``scores_turns`` (see ``turn_reward``),
     ``memory_bytes``, ``check(columns)``, which may refuse the columns of the data, and of a judge
-    ``input_digest`` and ``usage``.
+    ``input_digest``, ``attach`` and ``usage``.
     """
 
     def __init__(

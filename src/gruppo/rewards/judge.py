@@ -46,6 +46,7 @@ class Judge:
         self.__name__ = path.stem
         self.config = load_judge(path)
         self.client = JudgeClient(self.config, path)
+        self.attach = self.client.attach
         self.input_digest = self.config.digest
         # The signature is what tells FunctionReward which columns of the data to pass.
         names = ["prompts", "completions", "log_extra"]

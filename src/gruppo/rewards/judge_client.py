@@ -7,14 +7,17 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gruppo import distributed as dist
 from gruppo.http import ServerError, open_client, read_key, request_json, retry_wait_s
-from gruppo.integrity import json_lines, parse_json
+from gruppo.integrity import json_lines, parse_json, read_json, replace_file
 from gruppo.loading import visible
 from gruppo.rewards.judge_file import JudgeConfig
 from gruppo.timeouts import CallError, FailureKind
@@ -24,14 +27,17 @@ from gruppo.types import GruppoError
 log = logging.getLogger("gruppo")
 
 COUNTS = ("calls", "retries", "cache_hits", "input_tokens", "output_tokens", "failed")
-"""Counters since the start of the process, for metrics; failed: questions without a verdict."""
+"""Counters of a run, for metrics; failed: questions without a verdict."""
 MAX_COUNT = 1 << 40
-"""Larger counts in an answer are ignored: they may not fit in a float."""
+"""Larger counts, in an answer or a file, are ignored: they may not fit in a float."""
 _ODD = (KeyError, IndexError, TypeError, AttributeError)  # of an answer of another form
 
 
 class JudgeClient:
-    """Verdicts of one endpoint, each kept on disk under the SHA-256 of its request."""
+    """Verdicts of one endpoint, each kept on disk under the SHA-256 of its request.
+
+    ``counts`` continue those of the run that it is attached to.
+    """
 
     def __init__(self, config: JudgeConfig, file: Path) -> None:
         self.config, self.name = config, file.stem
@@ -42,6 +48,9 @@ class JudgeClient:
                 environment variable {config.key_env}, which is not set. Set it, or remove key_env
                 for a server without a key.""")
         self.counts = dict.fromkeys(COUNTS, 0)
+        self._max_calls = math.inf if config.max_calls is None else config.max_calls
+        """Of this rank."""
+        self._usage_file: Path | None = None
         self._unanswered = 0
         """Questions in a row without an answer, in this batch."""
         self._verdicts = dict[str, Any]()
@@ -60,6 +69,37 @@ class JudgeClient:
                 entry = parse_json(line)
                 self._verdicts.setdefault(entry["key"], entry["verdict"])
         self._cache_file = path
+
+    def attach(self, folder: Path) -> None:
+        """Continue the counts of the run in ``folder``, and save them there after each answer. A
+        collective.
+
+        What a killed run has paid for is not in its checkpoint. Each rank continues the counts of
+        its own file, and of ranks that are no more. The remaining calls are divided among the
+        ranks.
+        """
+        rank, world = dist.rank(), dist.world_size()
+        self._usage_file = folder / f"{rank}.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.json"):
+            with suppress(OSError, ValueError, AttributeError):
+                if int(path.stem) % world == rank:
+                    saved = read_json(path)
+                    for name in COUNTS:
+                        self.counts[name] += _count(saved.get(name))
+                    if path != self._usage_file:
+                        path.unlink()
+        self._save_usage()
+        own = self.counts["calls"]
+        total = int(dist.all_sum(torch.tensor([own], dtype=torch.float64)))
+        if self.config.max_calls is not None:
+            left = max(self.config.max_calls - total, 0)
+            self._max_calls = own + left // world + (rank < left % world)
+
+    def _save_usage(self) -> None:
+        if self._usage_file is not None:
+            with suppress(GruppoError):  # a full disk ends the run elsewhere, with a message
+                replace_file(self._usage_file, json.dumps(self.counts), is_synced=False)
 
     async def ask(self, bodies: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the verdict of each request, or a ``CallError``. Equal requests are sent once."""
@@ -85,6 +125,8 @@ class JudgeClient:
             except CallError as error:
                 self.counts["failed"] += 1
                 return error
+            finally:
+                self._save_usage()
         self._verdicts[key] = verdict
         if self._cache_file is not None:
             # Appended whole, so that processes can share the file.
@@ -112,9 +154,8 @@ class JudgeClient:
 
     def _check_limits(self) -> None:
         """Raise CallError if all calls are used up, or the endpoint does not answer."""
-        most, rank, world = self.config.max_calls, dist.rank(), dist.world_size()
-        if most is not None and self.counts["calls"] >= most // world + (rank < most % world):
-            reason = f"the judge's {most:,} calls are used up"
+        if self.counts["calls"] >= self._max_calls:
+            reason = f"the judge's {self.config.max_calls:,} calls are used up"
             advice = f"raise max_calls in {self.name}.toml"
             raise CallError("exception", f"{reason}; {advice}", "budget")
         if self._unanswered >= self.config.concurrency:  # or each row would cost its retries
@@ -156,7 +197,7 @@ def _sha256(text: str) -> str:
 
 
 def _count(value: Any) -> int:
-    """A number of tokens that somebody else wrote; 0 for anything else."""
+    """A number of calls or tokens that somebody else wrote; 0 for anything else."""
     return value if type(value) is int and 0 < value <= MAX_COUNT else 0
 
 

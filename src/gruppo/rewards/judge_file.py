@@ -65,7 +65,7 @@ class JudgeConfig:
     retries: Count = 4
     """Further attempts after a timeout, 408, 409, 429 or 5xx, or without a connection."""
     max_calls: NoneOr[Positive] = None
-    """Requests of a process over all ranks, further attempts included; none is sent beyond it."""
+    """Requests of a run over all ranks, further attempts included; none is sent beyond it."""
     request: dict = field(default_factory=dict)
     """Further fields of each request; temperature is 0 and max_tokens 1024 unless set."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,12 @@ class RewardSet:
         return {
             f"file of the judge {name}": judge.input_digest for name, judge in self._judges.items()
         }
+
+    def attach(self, folder: Path) -> None:
+        """Count what judges use in the folder of a run, on from what it has used before. A
+        collective."""
+        for name, judge in self._judges.items():
+            judge.attach(folder / "judges" / name)
 
     def usage(self) -> dict[str, float]:
         """Metrics of what judges have used so far, over all ranks. A collective if there are

@@ -93,7 +93,7 @@ def _from_json(tagged: Any, depth: int, budget: Iterator[int]) -> Any:
         case ["l" | "t" | "d" | "s" | "z" as tag, list(parts)]:
             if depth > DEEPEST:
                 raise NotPlain(_TOO_DEEP)
-            keys = [part[0] for part in parts] if tag == "d" else parts
+            keys = [key for key, _ in parts] if tag == "d" else parts
             keys = [_from_json(key, depth + 1, budget) for key in keys]
             # A table of many items whose hashes collide would take hours to fill.
             if tag in "dsz" and len(keys) - len(set(map(hash, keys))) > _MOST_COLLISIONS:

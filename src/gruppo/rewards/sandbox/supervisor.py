@@ -224,7 +224,8 @@ class Child:
         ended, asks = os.pidfd_open(self.pid), self.asks
         pipes = {self.channel} if self.output is None else {self.channel, self.output}
         poll = select.poll()
-        descriptors = [fd for fd in (*pipes, ended, asks) if fd >= 0]
+        # The end first, as poll looks at them in this order: when it is seen, so is what was written.
+        descriptors = [fd for fd in (ended, *pipes, asks) if fd >= 0]
         for fd in descriptors:
             poll.register(fd, select.POLLIN)
         poll.register(ASKER, 0)  # tells when the other end is closed, and nothing else
