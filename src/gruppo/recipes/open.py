@@ -38,6 +38,8 @@ def recipe_config(name: str) -> Config:
         if not (os.path.exists(own) and os.path.samefile(own, place)):
             config = replace(config, runs_dir=Config().runs_dir)
         return replace(config, name="")  # it is taken
+    if name.endswith((".yaml", ".yml")):
+        raise GruppoError(f"{name} is YAML; a config file is TOML or JSON.")
     if ":" not in name and not is_file_name(name):
         otherwise = f" Built in: {', '.join(RECIPES)}; or give file.py:function."
         raise GruppoError(f"unknown recipe {name!r}.{did_you_mean(name, RECIPES, otherwise)}")

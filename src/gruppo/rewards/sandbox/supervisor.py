@@ -224,7 +224,7 @@ class Child:
         ended, asks = os.pidfd_open(self.pid), self.asks
         pipes = {self.channel} if self.output is None else {self.channel, self.output}
         poll = select.poll()
-        # The end first, as poll looks at them in this order: when it is seen, so is what was written.
+        # The end first, for poll looks in this order: then what was written before is ready too.
         descriptors = [fd for fd in (ended, *pipes, asks) if fd >= 0]
         for fd in descriptors:
             poll.register(fd, select.POLLIN)
