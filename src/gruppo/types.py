@@ -157,6 +157,12 @@ class Rollouts:
             fields[name] = _join(values)
         first = parts[0]
         shared = {name: _join([part.shared[name] for part in parts]) for name in first.shared}
+        # an environment may begin a conversation with what reset(seed) returns
+        for own, position in zip(shared.get("prompt_ids", ()), firsts, strict=False):
+            if not torch.equal(own, shared["prompt_ids"][position]):
+                raise DataError(f"""samples of prompt {prompts[position].id!r} have different
+                    prompts, and cannot be joined to one group. Let reset(seed) of its environment
+                    return the same for the same seed and columns.""")
         return Rollouts(
             prompts=_pick(prompts, groups),
             group_ids=group_ids,

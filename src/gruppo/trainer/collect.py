@@ -118,6 +118,8 @@ class Collected:
 def collect(run: Run, step_params: StepParams) -> Collected:
     """Return one step's data: every prompt ``group_size`` times, rewarded, with advantages;
     demonstrations; or both."""
+    if run.environment is not None:
+        run.environment.elapsed_s = 0.0  # evaluations add to it too
     demos = demonstrations(run, step_params)
     if not step_params.samples:
         empty = torch.zeros(0, 0)
@@ -129,8 +131,6 @@ def collect(run: Run, step_params: StepParams) -> Collected:
             advantages=empty,
         )
         return Collected(batch)
-    if run.environment is not None:
-        run.environment.elapsed_s = 0.0
     with run.recorder.time("rollout"), whole_weights(run.policy, engine=run.config.engine.kind):
         sampled = sample(run, step_params)
     _stop_if_useless(run, sampled.rollouts, sampled.scores)

@@ -382,12 +382,9 @@ def whole_weights(policy: Policy, *, engine: str = "") -> Iterator[None]:
 
 
 def token_budget(run: Run) -> int:
-    """Return the units of a micro-batch: as configured or the policy's default, fewer if memory has
-    run out since."""
-    run.state.token_budget = run.state.token_budget or (
-        run.config.optim.token_budget or default_budget(run)
-    )
-    return run.state.token_budget
+    """Return the units of a micro-batch: those left since memory ran out, as configured, or the
+    policy's default."""
+    return run.state.token_budget or run.config.optim.token_budget or default_budget(run)
 
 
 def default_budget(run: Run) -> int:
@@ -395,9 +392,8 @@ def default_budget(run: Run) -> int:
 
 
 def budget_for(run: Run, longest: int) -> int:
-    """Return ``token_budget``; if that is the default, at least four times the longest prompt's
-    length: each micro-batch of a group reads the prompt."""
-    budget = token_budget(run)
-    if run.config.optim.token_budget or budget != default_budget(run):
-        return budget
-    return max(budget, 4 * longest)
+    """Return ``token_budget``; of the default, at least four times the longest prompt's length:
+    each micro-batch of a group reads the prompt."""
+    if run.state.token_budget or run.config.optim.token_budget:
+        return token_budget(run)
+    return max(default_budget(run), 4 * longest)

@@ -53,8 +53,7 @@ class State:
     running: Mapping[str, Any] = field(default_factory=dict)
     """Moving statistics of the rewards, by reward; replaced, never changed in place."""
     token_budget: int = 0
-    """Tokens of a micro-batch once chosen, fewer where memory has run out; see
-    ``memory.token_budget``."""
+    """Units of a micro-batch since memory ran out; 0 until then. See ``forward.token_budget``."""
     best: dict[str, float] | None = None
     """Step and value of the best metric that back_off watches; replaced, never changed in place."""
 

@@ -395,7 +395,7 @@ def restore_state(run: Run, state: Mapping[str, Any]) -> None:
     run.state = State(**{field.name: state[field.name] for field in fields(State)})
     run.stage_schedule.load_state_dict(state["stage_schedule"])
     callbacks = run.callbacks or Callbacks((), None)
-    callbacks.load_state_dict(state["callbacks"] or {})
+    callbacks.load_state_dict(state.get("callbacks") or {})
     if dist.rank() < len(state["random"]):
         checkpoint.restore_random_state(state["random"][dist.rank()])
     else:  # there are more ranks than when it was saved
