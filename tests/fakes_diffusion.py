@@ -57,7 +57,9 @@ def denoiser(
 ) -> Any:
     torch.manual_seed(seed)
     net = TinyDenoiser(**(module or {}))
-    return DenoiserPolicy(net, SHAPE, condition=ClassLabels(CLASSES, dropped=dropped), **changes)
+    return DenoiserPolicy(
+        net, SHAPE, condition=ClassLabels(CLASSES, dropped=dropped), middle="middle", **changes
+    )
 
 
 def ddpm_schedule(betas: str = "linear", **options: Any) -> DiffusionSchedule:

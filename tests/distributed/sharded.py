@@ -29,7 +29,7 @@ from gruppo.distributed import sharding
 from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.lora import adapter_weights
 from gruppo.modalities.common.reference import ReferenceModel
-from gruppo.modalities.diffusion.policy import DenoiserPolicy
+from gruppo.modalities.diffusion.policy import DenoiserCritic, DenoiserPolicy
 from gruppo.modalities.diffusion.unet import DenoisingUNet
 from gruppo.modalities.text.critic import SeparateCritic
 from gruppo.protocols import ValueHeadMixin
@@ -111,6 +111,7 @@ def unet() -> Any:
         predicts="velocity",
         schedule=old.schedule,
         condition=old.condition,
+        middle="middle",
     )
     return replace(fake, policy=policy)
 
@@ -167,7 +168,9 @@ SETUPS: dict[str, Setup] = {
         partial(text, fakes.qwen2), "ppo", "shared", dtype=torch.float32
     ),
     "denoiser": Setup(partial(denoised, fakes_diffusion.flow_sde), kl="exact", budget=4),
-    "unet": Setup(partial(denoised, unet), kl="exact", budget=8),
+    "unet with a separate critic": Setup(
+        partial(denoised, unet), "ppo", "separate", kl="exact", budget=8
+    ),
     "restoration": Setup(partial(restored, pictures.pixels), kl="exact", budget=1),
     "restoration, one rank keeps nothing": Setup(
         partial(restored, pictures.low_resolution),
@@ -197,7 +200,7 @@ _ADAMW = (
     "adapter, mixed reference, separate critic",
     "own forward, padded rows",
 )
-_ADAMW += ("restoration", "unet", "weights on the CPU")
+_ADAMW += ("restoration", "unet with a separate critic", "weights on the CPU")
 _LATER = ("mixed reference", "bfloat16", "weights on the CPU", "adapter on 4 bits")
 _LATER += ("diffusers unet", "diffusers transformer, adapter")
 _FOUR = (
@@ -235,7 +238,9 @@ def run_for(setup: Setup) -> tuple[Run, Any, Batch]:
         batch_of(policy, reference, rollouts, setup.dtype), ref=None
     )  # evaluated beside each micro-batch
     if setup.critic == "separate":
-        policy.value_head, critic = None, SeparateCritic(policy)
+        policy.value_head = None
+        is_denoiser = isinstance(policy, DenoiserPolicy)
+        critic = DenoiserCritic(policy) if is_denoiser else SeparateCritic(policy)
         disturb(critic.module["head"], 0.3)
     objective = replace(PRESETS[setup.objective], kl=setup.kl, kl_in="loss")
     case = Case(policy, reference, critic, batch)

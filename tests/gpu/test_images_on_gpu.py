@@ -8,7 +8,7 @@ from tests.fakes_diffusion import FAKES, denoiser, sampled, whole
 
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import DenoisingUNet
-from gruppo.modalities.diffusion.policy import DenoiserPolicy
+from gruppo.modalities.diffusion.policy import DenoiserCritic, DenoiserPolicy
 from gruppo.types import MicroBatch, Prompt, Request
 
 pytestmark = [
@@ -41,7 +41,9 @@ def test_the_ratio_is_1_at_other_batch_sizes_and_gradients_reach_the_weights(mak
 
 def test_a_batch_of_a_unet_is_scored_as_it_was_drawn_in_micro_batches_of_another_size() -> None:
     condition = denoiser().denoiser.condition
-    policy = DenoiserPolicy(DenoisingUNet().cuda(), (1, 28, 28), condition=condition)
+    policy = DenoiserPolicy(
+        DenoisingUNet().cuda(), (1, 28, 28), condition=condition, middle="middle"
+    )
     rollouts = policy.sample(
         [Request(Prompt(str(n), n, draw=n), 24) for n in range(3)], fakes_sampling(), seed=0
     )
@@ -69,3 +71,4 @@ def test_reference_and_critic_are_where_the_policy_is() -> None:
     )
     assert ours.gaussian is not None and theirs.gaussian is not None
     assert torch.equal(ours.gaussian.mean, theirs.gaussian.mean)
+    assert DenoiserCritic(policy).values(rollouts, micro_batch).device.type == "cuda"

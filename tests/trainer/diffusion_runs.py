@@ -61,7 +61,7 @@ def denoiser(*, dropped: float = 0.0) -> str:
     torch.nn.init.normal_(module.conv_out[-1].weight, std=0.1)
     labels = ClassLabels(CLASSES, dropped=dropped)
     DenoiserPolicy(
-        module, SHAPE, schedule=FlowSchedule(), condition=labels, weighting="clean"
+        module, SHAPE, schedule=FlowSchedule(), condition=labels, weighting="clean", middle="middle"
     ).save(folder)
     return str(folder)
 

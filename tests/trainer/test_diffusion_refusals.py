@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another model as critic": (
         {"objective": "ppo", "critic__kind": "separate", "critic__model": "x"},
-        r"critic",
+        r"critic.model=x has no effect: the critic of an image model is a head on its network",
     ),
     "a window past the end": (
         {"diffusion__train_to": 4},

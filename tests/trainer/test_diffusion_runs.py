@@ -38,6 +38,10 @@ REFERENCES = {
     "several, on the CPU": KL | SEVERAL | {"reference__place": "cpu"},
     "mixed": MIXED | {"reference__update_every": 1},
     "guided": KL | SEVERAL | {"diffusion__guidance": 2.0},
+    "PPO, in the reward": KL | {"objective": "ppo", "critic__kind": "separate"},
+    "PPO, in the loss": KL
+    | {"objective": "ppo", "objective__kl_in": "loss", "objective__kl": "exact"}
+    | SEVERAL,
 }
 
 
@@ -239,10 +243,11 @@ KINDS: dict[str, dict[str, Any]] = {
         "stage__sup_coef": 0.5,
         "supervised__batch": 4,
     },
-    "shared, a fraction, mixed on the CPU": MIXED
-    | {"reference__place": "cpu", "diffusion__noise": "shared", "diffusion__train_fraction": 0.5},
-    "a window of flow_sde": KL
-    | {"diffusion__transition": "flow_sde", "diffusion__eta": 0.7}
+    "shared, a fraction, mixed on the CPU, PPO with a critic of its own": MIXED
+    | {"reference__place": "cpu", "diffusion__noise": "shared", "diffusion__train_fraction": 0.5}
+    | {"objective": "ppo", "critic__kind": "separate"},
+    "a window of flow_sde, PPO with a shared critic": KL
+    | {"objective": "ppo", "diffusion__transition": "flow_sde", "diffusion__eta": 0.7}
     | {"diffusion__train_from": 1, "diffusion__train_to": 3},
 }
 

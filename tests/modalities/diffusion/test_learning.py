@@ -13,10 +13,12 @@ from tests.fakes_diffusion import ancestral, ddpm
 
 from gruppo.build import adamw
 from gruppo.config.schema import Config, OptimConfig, RolloutConfig, Stage
-from gruppo.core.objective import GRPO
+from gruppo.core.objective import GRPO, PPO
 from gruppo.data.source import SourceWrapper
 from gruppo.engines import LocalEngine
+from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
+from gruppo.modalities.diffusion.policy import DenoiserCritic
 from gruppo.rewards.scoring import RewardSet
 from gruppo.trainer.run import Run
 from gruppo.trainer.stages import step_params_at
@@ -48,7 +50,7 @@ def bright(completions, **_):
     return [float(picture.mean()) for picture in completions]
 
 
-def run_of(fake, objective, **optim):
+def run_of(fake, objective, critic=None, **optim):
     config = Config(
         objective=objective,
         rollout=RolloutConfig(prompts=6, group_size=8, max_new_tokens=fake.sampling.max_actions),
@@ -56,7 +58,7 @@ def run_of(fake, objective, **optim):
         stage=Stage(kl_coef=1e-3),
     )
     policy, rewards = fake.policy, RewardSet([bright], None, 10.0)
-    optimizer = adamw(policy, None, config)
+    optimizer = adamw(policy, critic, config)
     reference = ReferenceModel(policy)
     return Run(
         config,
@@ -66,7 +68,7 @@ def run_of(fake, objective, **optim):
         rewards,
         optimizer,
         reference=reference,
-        critic=None,
+        critic=critic,
     )
 
 
@@ -101,3 +103,12 @@ def test_several_updates_of_one_batch_move_the_ratio_and_the_clip_stops_them():
         2,
     )
     assert metrics[1]["ratio/max"] > 1.1 and metrics[1]["clip/high_frac"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("critic_of", [SharedCritic, DenoiserCritic])
+def test_a_critic_of_denoising_steps_learns_what_they_come_to(critic_of):
+    fake = ancestral()
+    metrics = steps(run_of(fake, PPO, critic_of(fake.policy)), fake.sampling, 30)
+    assert metrics[-1]["loss/value"] < 0.6 * metrics[0]["loss/value"]
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.02

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from gruppo.config.schema import Stage
 from gruppo.core.objective import GRPO, PRESETS
+from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.types import GruppoError, TrainBatch
 
@@ -42,21 +43,22 @@ def case_of(make) -> Case:
     unscored."""
     fake: Fake = doubled(make())
     rollouts = sampled(fake)
-    reference = ReferenceModel(fake.policy)
+    reference, critic = ReferenceModel(fake.policy), SharedCritic(fake.policy)
     disturb(reference.module, 0.01)
-    batch = batch_of(fake.policy, reference, rollouts, torch.float64)
-    return Case(fake.policy, reference, None, batch)
+    disturb(critic.module, 0.3)
+    return Case(
+        fake.policy, reference, critic, batch_of(fake.policy, reference, rollouts, torch.float64)
+    )
 
 
 # Presets differ in weights and surrogates, denoisers in steps, masks and guidance: each with one of
 # the other kind.
-NAMES = [name for name, preset in PRESETS.items() if not preset.has_critic]
-PAIRS = [(PRESETS[name], FAKES[n % len(FAKES)]) for n, name in enumerate(NAMES)]
+PAIRS = [(PRESETS[name], FAKES[n % len(FAKES)]) for n, name in enumerate(PRESETS)]
 
 
 @pytest.fixture(
     params=PAIRS,
-    ids=[f"{name}-{make.__name__}" for name, (_, make) in zip(NAMES, PAIRS, strict=True)],
+    ids=[f"{name}-{make.__name__}" for name, (_, make) in zip(PRESETS, PAIRS, strict=True)],
 )
 def pair(request):
     return request.param

@@ -14,9 +14,11 @@ import torch
 
 from gruppo.core.distributions import gaussian_logprob
 from gruppo.core.kl import gaussian_kl
+from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.lora import adapter_weights, without_adapter
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import DiffusionSampling
+from gruppo.modalities.diffusion.policy import DenoiserCritic
 from gruppo.modalities.diffusion.schedules import ODE, TRANSITIONS, StepLevels, split_prediction
 from gruppo.testing import check_policy
 from gruppo.types import GruppoError, MicroBatch, Prompt, Request
@@ -547,6 +549,19 @@ def test_it_learns_from_pictures_with_captions(make):
     )
     loss.sum().backward()
     assert any(p.grad is not None and p.grad.any() for p in fake.policy.module.parameters())
+
+
+@pytest.mark.parametrize("make", [sd15, sd3, flux], ids=lambda make: make.__name__)
+def test_a_value_of_each_step_from_the_middle_of_the_network(fake):
+    rollouts = sampled(fake)
+    critic = SharedCritic(fake.policy)
+    values = critic.values(rollouts, whole(rollouts))
+    assert values.shape == rollouts.mask.shape and not values[~rollouts.mask].any()
+    together = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("values",)).values
+    assert together.shape == values.shape
+    own = DenoiserCritic(fake.policy)
+    own.values(rollouts, whole(rollouts)).sum().backward()
+    assert all(p.grad is None for p in fake.policy.module.parameters())
 
 
 # --- saved and opened -----------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from tests.fakes_diffusion import (
 
 from gruppo.core.images import to_uint8
 from gruppo.core.kl import gaussian_kl
+from gruppo.modalities.common.critic import SharedCritic
 from gruppo.modalities.common.reference import ReferenceModel
 from gruppo.modalities.diffusion import (
     ClassLabels,
@@ -36,6 +37,7 @@ from gruppo.modalities.diffusion import (
     load_denoiser,
 )
 from gruppo.modalities.diffusion.denoiser import StepSelection
+from gruppo.modalities.diffusion.policy import DenoiserCritic
 from gruppo.modalities.diffusion.sampling import branch_step
 from gruppo.modalities.diffusion.schedules import split_prediction
 from gruppo.seeds import generator_at
@@ -154,7 +156,7 @@ def test_guidance_is_in_both_sides():
             fake.policy.module(x, one, label),
             fake.policy.module(x, one, label + 3),
         )
-        got = fake.policy.denoiser.predict(x, one, label, 2.5)
+        got = fake.policy.denoiser.predict(x, one, label, 2.5)[0]
     torch.testing.assert_close(got, unconditional + 2.5 * (conditional - unconditional))
     kinds = rollouts.per_row["sampling"].clone()
     kinds[:, -1] = 1
@@ -213,7 +215,7 @@ def test_the_last_step_is_the_ode_s_and_is_never_learned_from(fake):
         sampling, condition = steps.sampling(), steps.condition
         levels, times = fake.policy.denoiser.levels(sampling.steps, steps.column)
         denoiser = fake.policy.denoiser
-        prediction = denoiser.predict(steps.states(), times, condition, sampling.guidance)
+        prediction, _ = denoiser.predict(steps.states(), times, condition, sampling.guidance)
         level = (levels.alpha, levels.sigma)
         x0, _ = split_prediction(steps.states(), prediction, level, denoiser.predicts)
     torch.testing.assert_close(clean.double(), x0, rtol=0, atol=1e-5 * float(before.abs().max()))
@@ -431,17 +433,85 @@ def test_a_row_that_does_not_fit_is_cut_into_columns_and_others_are_not():
 
 def test_nothing_is_said_of_a_micro_batch_in_which_nothing_was_chosen():
     fake = ancestral()
+    SharedCritic(fake.policy)
     rollouts = sampled(fake)
-    outputs = ("entropy", "gaussian")
+    outputs = ("entropy", "gaussian", "values")
     likelihood = fake.policy.likelihood(
         rollouts, MicroBatch(torch.tensor([0, 1]), slice(4, 5)), outputs=outputs
     )
-    assert likelihood.logprobs.tolist() == likelihood.entropy.tolist() == [[0], [0]]
+    assert (
+        likelihood.logprobs.tolist()
+        == likelihood.entropy.tolist()
+        == likelihood.values.tolist()
+        == [[0], [0]]
+    )
     assert likelihood.gaussian.mean.shape == (2, 1, *SHAPE)
     assert likelihood.gaussian.std.tolist() == [[1], [1]]
+    assert fake.policy.values(rollouts, MicroBatch(torch.tensor([0, 1]), slice(4, 5))).tolist() == [
+        [0],
+        [0],
+    ]
 
 
 # --- critics, references, weights -----------------------------------------------------------------
+
+
+def test_a_shared_critic_reads_the_middle_of_the_state_before_each_step():
+    """w . mean over space of the middle + b, by the raw network; through a likelihood the same."""
+    fake = doubled(flow_sde())
+    critic = SharedCritic(fake.policy)
+    with torch.no_grad():
+        critic.module.weight.normal_(generator=torch.Generator().manual_seed(0))
+    rollouts = sampled(fake, 2)
+    values = critic.values(rollouts, whole(rollouts))
+    seen = []
+    fake.policy.module.middle.register_forward_hook(lambda _, inputs, output: seen.append(output))
+    t = fake.policy.denoiser.schedule.times(6)[2:3].expand(2)
+    fake.policy.module(rollouts.actions[:, 1].double(), t, torch.zeros(2, dtype=torch.long))
+    by_hand = seen[0].mean(dim=(2, 3)) @ critic.module.weight[0] + critic.module.bias
+    torch.testing.assert_close(values[:, 2], by_hand, rtol=1e-10, atol=1e-12)
+    likelihood = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("values",))
+    torch.testing.assert_close(likelihood.values, values, rtol=1e-10, atol=1e-12)
+    assert values[~rollouts.mask].eq(0).all()
+    values.sum().backward()
+    assert fake.policy.module.conv_in.weight.grad.abs().sum() > 0, (
+        "the trunk learns from the critic"
+    )
+
+
+@pytest.mark.silent_bug(40)
+def test_a_critic_of_its_own_begins_as_the_policy_s_network_and_leaves_it_alone():
+    fake = doubled(ancestral())
+    shared, apart = SharedCritic(fake.policy), DenoiserCritic(fake.policy)
+    with torch.no_grad():
+        for critic in (shared, apart):
+            head = critic.module if critic is shared else critic.module["head"]
+            head.weight.normal_(generator=torch.Generator().manual_seed(0))
+    rollouts = sampled(fake)
+    values = apart.values(rollouts, whole(rollouts))
+    torch.testing.assert_close(
+        values, shared.values(rollouts, whole(rollouts)), rtol=1e-12, atol=1e-12
+    )
+    values.sum().backward()
+    assert all(p.grad is None for p in fake.policy.module.parameters())
+    assert apart.module["trunk"].conv_in.weight.grad.abs().sum() > 0 and not apart.is_shared
+    resting = {name for name, p in apart.module.named_parameters() if not p.requires_grad}
+    assert resting == {"trunk.conv_out.weight", "trunk.conv_out.bias"}
+    assert all(p.grad is not None for p in apart.module.parameters() if p.requires_grad)
+    disturbed(fake.policy)
+    assert torch.equal(apart.values(rollouts, whole(rollouts)), values)
+
+
+def test_a_guided_policy_s_values_are_those_with_the_condition():
+    fake = doubled(cps())
+    critic = SharedCritic(fake.policy)
+    with torch.no_grad():
+        critic.module.weight.fill_(1.0)
+    rollouts = sampled(fake, 2)
+    values = fake.policy.likelihood(rollouts, whole(rollouts), outputs=("values",)).values
+    torch.testing.assert_close(
+        values, critic.values(rollouts, whole(rollouts)), rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.silent_bug(18)
@@ -510,13 +580,18 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path, fake):
         schedule=fake.policy.denoiser.schedule,
         condition=ClassLabels(["one", "two", "three"], dropped=0.2),
         weighting="clean",
+        middle="middle",
     )
     disturbed(made)
     made.save(tmp_path / "model")
     again = load_denoiser(tmp_path / "model")
     requested = [Request(Prompt("a", "two", draw=1), 3)]
     assert torch.equal(*(p.sample(requested, fake.sampling, seed=0).actions for p in (made, again)))
-    assert (again.weighting, again.denoiser.condition.dropped) == ("clean", 0.2)
+    assert (again.weighting, again.denoiser.middle, again.denoiser.condition.dropped) == (
+        "clean",
+        "middle",
+        0.2,
+    )
     fake.policy.save(tmp_path / "own")
     torch.manual_seed(5)
     own = load_denoiser(tmp_path / "own", TinyDenoiser())
@@ -667,5 +742,6 @@ def test_a_network_without_a_condition_is_called_with_none():
             assert condition is None
             return super().forward(x, times, torch.zeros(len(x), dtype=torch.long))
 
-    policy = DenoiserPolicy(Free(), SHAPE)
+    policy = DenoiserPolicy(Free(), SHAPE, middle="middle")
     check_policy(policy, ["anything", "else"], sampling=DiffusionSampling(max_actions=4))
+    assert SharedCritic(policy).module.weight.shape == (1, 6)

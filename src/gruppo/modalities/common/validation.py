@@ -21,6 +21,7 @@ TEXT_OPTIONS = {
     "rollout.max_new_tokens": "applies to text; --diffusion.steps sets the denoising steps",
     "objective.overlong": "penalizes long texts, and every image has as many steps",
     "objective.mask_truncated": "leaves out truncated texts, and images are never truncated",
+    "critic.model": "has no effect: the critic of an image model is a head on its network",
     "lora.load_in_4bit": "is an option of language models",
     "environment.names": "is an environment that replies to texts",
 }

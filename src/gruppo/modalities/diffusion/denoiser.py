@@ -4,6 +4,7 @@ and scoring."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -106,6 +107,11 @@ class ModuleCall:
         dtype = next(module.parameters()).dtype
         return module(x.to(dtype), times.to(dtype), condition if condition.numel() else None)
 
+    def pool(self, output: Any) -> Float[Tensor, "N F"]:
+        """Features of each row from the output of the middle submodule, [N, F, ...]: the mean over
+        space."""
+        return output.flatten(2).mean(dim=-1) if output.ndim > 2 else output
+
 
 @dataclass(frozen=True, eq=False)
 class Denoiser:
@@ -118,6 +124,8 @@ class Denoiser:
     schedule: NoiseSchedule = field(default_factory=FlowSchedule)
     condition: ConditionEncoder = field(default_factory=NoCondition)
     codec: PixelCodec = field(default_factory=PixelCodec)
+    middle: str = ""
+    """Name of the submodule whose pooled output a value head reads; "" is the module itself."""
     call: ModuleCall = field(default_factory=ModuleCall)
 
     def __post_init__(self) -> None:
@@ -129,6 +137,13 @@ class Denoiser:
             raise GruppoError(f"""predicts='noise' with a schedule that starts at alpha={alpha:.1g}
                 divides rounding errors by it; it needs at least {MIN_ALPHA:g}. Predict 'v',
                 'velocity' or 'x0', or use a DiffusionSchedule.""")
+
+    def dummy_features(self) -> Float[Tensor, "1 F"]:
+        """Features of a state of zeros, for their width and for what they depend on."""
+        device = device_of(self.module)
+        x = torch.zeros(1, *self.shape, device=device)
+        condition = self.condition.unconditional[None].to(device)
+        return self.predict(x, torch.ones(1, device=device), condition, features=True)[1]
 
     def levels(
         self, steps: int, columns: Int[Tensor, "N"]
@@ -150,14 +165,17 @@ class Denoiser:
         ids: Int[Tensor, "N"],
         *,
         is_ode: bool = False,
-    ) -> Gaussian:
-        """The distribution of the state after step ``columns``; sampling and scoring both call
-        this, so that a ratio starts at 1."""
+        features: bool = False,
+    ) -> tuple[Gaussian, Float[Tensor, "N F"]]:
+        """The distribution of the state after step ``columns``, and features; sampling and scoring
+        both call this, so that a ratio starts at 1."""
         levels, times = self.levels(sampling.steps, columns)
-        prediction = self.predict(x, times, condition, sampling.guidance, ids)
+        prediction, pooled = self.predict(
+            x, times, condition, sampling.guidance, ids, features=features
+        )
         x0, noise = split_prediction(x, prediction, (levels.alpha, levels.sigma), self.predicts)
         transition = ODE if is_ode else TRANSITIONS[sampling.transition]
-        return transition.step(x0, noise, levels, None if is_ode else sampling.eta)
+        return transition.step(x0, noise, levels, None if is_ode else sampling.eta), pooled
 
     def predict(
         self,
@@ -166,29 +184,41 @@ class Denoiser:
         condition: Tensor,
         guidance: float = 1.0,
         ids: Int[Tensor, "N"] | None = None,
-    ) -> Float[Tensor, "N ..."]:
-        """Guided prediction for each state x [N, ...].
+        *,
+        features: bool = False,
+    ) -> tuple[Float[Tensor, "N ..."], Float[Tensor, "N F"]]:
+        """Guided prediction for each state x [N, ...], and the features under its condition (width
+        0 by default).
 
         s + (g - 1) (s - n), where s has the condition and n has none (Ho & Salimans 2022, arXiv
         2207.12598, eq. 6, whose 1 + w is g); with guidance 1 the network is evaluated once, else
         twice. Rows of one number in ``ids`` have the same condition. Those equal to the bit, which
         shared noise has kept in one state, are evaluated once.
         """
+        answers: Any = slice(None)
         if ids is not None:
             kept, answers = distinct(x, times, ids)
             x, times, condition = x[kept], times[kept], condition[kept]
+        rows = len(x)
         if guidance != 1:
             empty = self.condition.unconditional.to(condition).expand_as(condition)
             x, times = x.repeat(2, *[1] * (x.ndim - 1)), times.repeat(2)
             condition = torch.cat([condition, empty])
-        prediction = self.call.predict(self.module, x, times, condition)
+        outputs: list[Any] = []
+        hook: Any = nullcontext()
+        if features:
+            middle = self.module.get_submodule(self.middle)
+            hook = middle.register_forward_hook(lambda *args: outputs.append(args[2]))
+        with hook:
+            prediction = self.call.predict(self.module, x, times, condition)
         if prediction.shape != x.shape:
             raise GruppoError(f"""the network returned {list(prediction.shape)} for states
                 {list(x.shape)}. Return a tensor of that shape.""")
+        pooled = self.call.pool(outputs[0])[:rows] if features else prediction.new_zeros(rows, 0)
         if guidance != 1:
             conditional, unconditional = prediction.chunk(2)
             prediction = conditional + (guidance - 1) * (conditional - unconditional)
-        return prediction if ids is None else prediction[answers]
+        return prediction[answers], pooled[answers]
 
 
 def distinct(
@@ -250,13 +280,24 @@ class StepSelection:
             raise GruppoError("these rollouts mix several samplings; evaluate each kind apart.")
         return DiffusionSampling.of_row(kinds[0])
 
-    def normal(self) -> Gaussian:
-        """The distribution of each step."""
+    def normal(self, *, features: bool) -> tuple[Gaussian, Tensor | None]:
+        """The distribution of each step, and features if requested."""
         if not len(self):  # no network is called with an empty batch
             mean = torch.zeros(0, *self.denoiser.shape, dtype=torch.float64, device=self.device)
-            return Gaussian(mean, mean.new_zeros(0))
+            return Gaussian(mean, mean.new_zeros(0)), None
         states, sampling = self.states(), self.sampling()
-        return self.denoiser.step(states, self.column, sampling, self.condition, self.ids)
+        return self.denoiser.step(
+            states, self.column, sampling, self.condition, self.ids, features=features
+        )
+
+    def features(self) -> Float[Tensor, "N F"] | None:
+        """Features under the condition alone: one evaluation, whatever the guidance."""
+        if not len(self):
+            return None
+        times = self.denoiser.levels(self.sampling().steps, self.column)[1]
+        return self.denoiser.predict(
+            self.states(), times, self.condition, ids=self.ids, features=True
+        )[1]
 
 
 def denoising_loss(steps: StepSelection, weighting: Weighting) -> Float[Tensor, "b t"]:
@@ -273,7 +314,7 @@ def denoising_loss(steps: StepSelection, weighting: Weighting) -> Float[Tensor, 
     is_dropped = steps.of_rows(per_row["dropped"]).reshape(-1, *[1] * (condition.ndim - 1))
     empty = denoiser.condition.unconditional.to(condition)
     condition = torch.where(is_dropped, empty, condition)
-    prediction = denoiser.predict(x, times.to(x.device), condition)
+    prediction, _ = denoiser.predict(x, times.to(x.device), condition)
     target = prediction_target(x0, noise, level, denoiser.predicts)
     error = (prediction.double() - target).square().flatten(1).mean(dim=1)
     weight = 1 / (sigma.flatten().square() + 0.05) if weighting == "clean" else 1.0

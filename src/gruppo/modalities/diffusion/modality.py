@@ -19,11 +19,11 @@ from gruppo.modalities.common.validation import changed_options, refuse_changed
 from gruppo.modalities.diffusion.config import DiffusionConfig
 from gruppo.modalities.diffusion.denoiser import ClassLabels, NoCondition
 from gruppo.modalities.diffusion.pipelines import DiffusersPolicy, add_adapter, load_diffusers
-from gruppo.modalities.diffusion.policy import SETTINGS, DenoiserPolicy
+from gruppo.modalities.diffusion.policy import SETTINGS, DenoiserCritic, DenoiserPolicy
 from gruppo.modalities.diffusion.sampling import DiffusionSampling
 from gruppo.modalities.diffusion.schedules import DiffusionSchedule, FlowSchedule
 from gruppo.modalities.diffusion.unet import DenoisingUNet
-from gruppo.protocols import Policy, PromptSource, peek
+from gruppo.protocols import Critic, Policy, PromptSource, peek
 from gruppo.types import DataError, GruppoError
 
 log = logging.getLogger("gruppo")
@@ -109,6 +109,9 @@ class DiffusionModality(ImageModality):
         options |= {"max_actions": chosen.steps, "ode_steps": chosen.eval_steps}
         return DiffusionSampling(**options)
 
+    def critic(self, config: Config, policy: Any, data: PromptSource) -> Critic | None:
+        return None if config.critic.kind == "shared" else DenoiserCritic(policy)
+
 
 DIFFUSION = DiffusionModality()
 DenoiserPolicy.modality = DIFFUSION
@@ -159,6 +162,7 @@ def new_denoiser(config: Config, data: Any) -> DenoiserPolicy:
         schedule=FlowSchedule(chosen.shift),
         condition=labels,
         weighting="clean",
+        middle="middle",
     )
 
 
@@ -173,7 +177,7 @@ def load_denoiser(folder: str | Path, module: nn.Module | None = None) -> Denois
         if network is None:
             raise GruppoError(f"""{folder} holds the weights of a module of your own. Give
                 load_denoiser that module.""")
-        options = {name: settings[name] for name in ("predicts", "weighting")}
+        options = {name: settings[name] for name in ("predicts", "weighting", "middle")}
         options["schedule"] = FlowSchedule(**path) if "shift" in path else DiffusionSchedule(path)
         options["condition"] = ClassLabels(**labels) if labels else NoCondition()
         return DenoiserPolicy(network, settings["shape"], **options)

@@ -56,6 +56,7 @@ class StableDiffusion(ModuleCall):
     """Whether it can be used without a caption."""
     embeddings = slice(0, 3, 2)
     """Hidden states and pooled embeddings, if there are any, in what ``encode_prompt`` returns."""
+    middle = "mid_block"
     schedule: DiffusionSchedule | SchedulerFlow
     shapes: list[torch.Size]
     """Of the embeddings, which a condition holds flattened and concatenated."""
@@ -100,6 +101,7 @@ class StableDiffusion3(StableDiffusion):
     def __init__(self, pipeline: Any, settings: PipelineSettings, size: tuple[int, int]) -> None:
         transformer, config = pipeline.transformer, pipeline.scheduler.config
         self.pipeline = pipeline
+        self.middle = f"transformer_blocks.{len(transformer.transformer_blocks) // 2}"
         self.guidance = settings.embedded_guidance
         self.patch = pipeline.vae_scale_factor * transformer.config.patch_size * self.packing
         self.latent_channels = transformer.config.in_channels // self.packing**2
@@ -120,6 +122,9 @@ class StableDiffusion3(StableDiffusion):
             pooled_projections=embeddings[1],
             **further,
         ).sample
+
+    def pool(self, output: tuple[Tensor, Tensor]) -> Float[Tensor, "N F"]:
+        return output[1].mean(dim=1)  # text tokens, image tokens
 
 
 class Flux(StableDiffusion3):
@@ -270,6 +275,7 @@ class DiffusersPolicy(DenoiserPolicy, lora.AdaptablePolicy):
             predicts=architecture.schedule.predicts,
             schedule=architecture.schedule,
             condition=CaptionEncoder(architecture, settings),
+            middle=architecture.middle,
             call=architecture,
             codec=VaeCodec(vae),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from gruppo.core.distributions import gaussian_entropy, gaussian_logprob
 from gruppo.core.layers import recompute_layers
+from gruppo.modalities.common.critic import NetworkCritic
 from gruppo.modalities.common.images import ImagePolicy, RowBatch, image_error, image_rollouts
 from gruppo.modalities.common.state_dict import save_policy
 from gruppo.modalities.common.validation import joint_clip_nats, refuse
@@ -31,14 +33,14 @@ from gruppo.modalities.diffusion.schedules import (
     broadcast,
 )
 from gruppo.modalities.diffusion.unet import DenoisingUNet
-from gruppo.protocols import Outputs
+from gruppo.protocols import Outputs, ValueHeadMixin
 from gruppo.seeds import generator_at
 from gruppo.types import Gaussian, GruppoError, Likelihood, MicroBatch, Prompt, Rollouts, Sampling
 
 SETTINGS = "denoiser.json"
 
 
-class DenoiserPolicy(ImagePolicy):
+class DenoiserPolicy(ImagePolicy, ValueHeadMixin):
     """Samples images step by step and scores each step under the normal distribution that it was
     drawn from.
 
@@ -46,7 +48,7 @@ class DenoiserPolicy(ImagePolicy):
     ``condition``), ``predicts`` one number for each of x, in its own dtype; dropout and moving
     statistics are off. States are stored in float32, and a log-prob is that of the state as stored.
     ``weighting`` of the denoising loss: "uniform", or "clean", 1 / (sigma^2 + 0.05). ``options``
-    are those of ``Denoiser``: predicts, schedule, condition, codec, call.
+    are those of ``Denoiser``: predicts, schedule, condition, codec, middle, call.
     """
 
     action_name, budget_name = "step", "evaluations"
@@ -55,6 +57,7 @@ class DenoiserPolicy(ImagePolicy):
         "Train smaller images (--diffusion.size), a --lora.rank in place of all weights, or a "
         "smaller --model."
     )
+    likelihood_outputs = ImagePolicy.likelihood_outputs | {"values"}
     batch_rows = 256
 
     def __init__(
@@ -99,11 +102,17 @@ class DenoiserPolicy(ImagePolicy):
             "shape": denoiser.shape,
             "predicts": denoiser.predicts,
             "weighting": self.weighting,
+            "middle": denoiser.middle,
             "path": schedule.config,
             "condition": labels,
             "unet": module.sizes if isinstance(module, DenoisingUNet) else None,
         }
         save_policy(folder, SETTINGS, settings, module)
+
+    @torch.no_grad()
+    def feature_width(self) -> int:
+        """Number of features that ``value_head`` reads for each state."""
+        return self.denoiser.dummy_features().shape[-1]
 
     def describe(
         self, config: Any, sampling: Any, prompts: Sequence[Prompt], group_size: int
@@ -168,7 +177,7 @@ class DenoiserPolicy(ImagePolicy):
         for column in range(sampling.steps):
             is_ode = not sampling.temperature or column == sampling.steps - 1
             columns = torch.full_like(groups, column)
-            normal = denoiser.step(x, columns, sampling, condition, groups, is_ode=is_ode)
+            normal, _ = denoiser.step(x, columns, sampling, condition, groups, is_ode=is_ode)
             x, nats = normal.mean.float(), torch.zeros(len(groups), dtype=torch.float64)
             if not is_ode:
                 noise = step_noise(sampling, seed, batch.addresses, denoiser.shape, column)
@@ -237,7 +246,7 @@ class DenoiserPolicy(ImagePolicy):
             raise GruppoError(
                 "rollouts of the ODE (temperature 0) have no density to learn from. Sample at 1."
             )
-        normal = steps.normal()
+        normal, features = steps.normal(features="values" in outputs)
         mean, std = normal.mean, normal.std
         # The density is that of the float32 state as stored, in float64, as when it was sampled.
         actions = rollouts.actions[steps.row, steps.column].to(self.device)  # [N, *E]
@@ -251,7 +260,14 @@ class DenoiserPolicy(ImagePolicy):
             steps.scatter(gaussian_logprob(actions[None], mean[None], std[None])[0]),
             entropy,
             grid,
+            steps.scatter(self._values(features)) if "values" in outputs else None,
         )
+
+    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "b t"]:
+        """Values of the states before each step, by ``value_head``; 0 where mask is False."""
+        self.module.eval()
+        steps = StepSelection(self.denoiser, rollouts, micro_batch)
+        return steps.scatter(self._values(steps.features()))
 
     # --- demonstrations ---------------------------------------------------------------------------
 
@@ -289,3 +305,21 @@ class DenoiserPolicy(ImagePolicy):
                 "dropped": drop < denoiser.condition.dropped,
             },
         )
+
+
+class DenoiserCritic(NetworkCritic):
+    """Values of the states before each step from a copy of the policy's network with a value head.
+
+    Layers after the middle get no gradient, and are frozen.
+    """
+
+    def __init__(self, policy: DenoiserPolicy) -> None:
+        # the base below an adapter may be held in bfloat16
+        dtype = torch.promote_types(policy.compute_dtype, torch.float32)
+        trunk = copy.deepcopy(policy.module).requires_grad_(True).to(dtype)
+        network = policy.at(trunk)
+        network.denoiser.dummy_features().sum().backward()
+        for parameter in trunk.parameters():
+            parameter.requires_grad_(parameter.grad is not None)
+        trunk.zero_grad()
+        super().__init__(network, trunk)
