@@ -321,7 +321,7 @@ ONES = torch.ones(2, 3)
         ),
         (
             {"objective": replace(GRPO, credit="position")},
-            "credit of each action|needs a reward for each action",
+            "credit='position' needs a reward for each action",
         ),
         (
             {"objective": replace(GRPO, kl="k1", kl_gradient="naive")},

@@ -173,6 +173,13 @@ def test_a_table_that_does_not_fit_is_refused(tmp_path, rows, reason):
         image_prompts(tmp_path)
 
 
+def test_captions_in_a_csv_file_are_refused_and_not_taken_for_none(tmp_path):
+    save(tmp_path / "a.png")
+    (tmp_path / "metadata.csv").write_text("file_name,text\na.png,one\n")
+    with pytest.raises(DataError, match=r"metadata\.csv is not read.*metadata\.jsonl"):
+        image_folder(tmp_path, seed=0)
+
+
 def test_a_folder_that_is_not_there_or_empty_is_refused(tmp_path):
     (tmp_path / "photos").mkdir()
     with pytest.raises(DataError, match=r"no folder .*photo. Did you mean photos"):

@@ -32,6 +32,7 @@ def primitives() -> dict[str, Any]:
         "gathered": [part.decode() for part in dist.all_gather(b"x" * (3 * dist.rank()) + b"end")],
         "together": agreed(),
         "without gradient": without_gradient(),
+        "gradients": gradients(),
         "merged": {
             n: [s.count, s.sum, s.sum_sq, s.min, s.max] for n, s in dist.merge_stats(names).items()
         },
@@ -47,6 +48,26 @@ def without_gradient() -> list[Any]:
         on_one.grad = torch.full((2,), 3.0)
     dist.sum_gradients([unused, on_one, frozen])
     return [None if p.grad is None else p.grad.tolist() for p in (unused, on_one, frozen)]
+
+
+def gradients() -> bool:
+    """Whether gradients of several dtypes and sizes are summed to the last bit, one that is not
+    contiguous too."""
+    generator = torch.Generator().manual_seed(dist.rank())
+    parameters = [
+        nn.Parameter(torch.zeros(shape, dtype=dtype))
+        for shape in ((3,), (0,), (20, 10))
+        for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    ]
+    grads = []
+    for parameter in parameters:
+        grad = torch.randn(parameter.shape[::-1], generator=generator)
+        parameter.grad = grad.to(parameter.dtype).permute(*reversed(range(grad.dim())))
+        grads.append(dist.all_sum(parameter.grad.contiguous()))
+    dist.sum_gradients(parameters)
+    return all(
+        torch.equal(parameter.grad, grad) for parameter, grad in zip(parameters, grads, strict=True)
+    )
 
 
 def agreed() -> list[str]:

@@ -22,6 +22,10 @@ def test_a_parameter_without_a_gradient_counts_as_zero_and_a_frozen_one_is_left_
     assert [rank["without gradient"] for rank in two] == [[[0, 0], [3, 3], None]] * 2
 
 
+def test_gradients_of_any_dtype_and_layout_are_summed_to_the_last_bit(two):
+    assert [rank["gradients"] for rank in two] == [True, True]
+
+
 def test_the_collectives_by_hand(two):
     for rank, primitives in enumerate(two):
         assert (primitives["rank"], primitives["world"], primitives["is main"]) == (

@@ -164,6 +164,12 @@ def test_an_unreadable_folder_is_one_line_that_says_what_to_do(tmp_path, damage,
     ) or "unknown entry" in message
 
 
+def test_a_file_is_no_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GruppoError, match="has no config"):
+        read(tmp_path / "file")
+
+
 def test_a_line_that_a_crash_has_torn_and_other_files_that_are_damaged_cost_nothing(tmp_path):
     run = write(
         tmp_path / "run",

@@ -356,5 +356,12 @@ def test_the_model_is_pushed_with_its_card_under_the_name_of_its_folder(tmp_path
     assert hub.private == {"someone/mine"} and hub.commits == ["End of training"]
     assert files["model.safetensors"] == Path("mine/model.safetensors").read_bytes()
     card = files["README.md"].decode()
-    assert "# mine" in card and r"test\_translation:length |" in card
+    assert "# mine" in card and "test_translation:length\n" in card
     assert [path.name for path in Path("mine").iterdir() if path.name.startswith("tmp")] == []
+    files["older.json"] = b"{}"  # which a push to main would remove
+    before = dict(files)
+    made.push_to_hub("a trial", token=fake_hub.TOKEN, revision="trial")
+    assert hub.commits[-1] == "a trial" and files == before, "main is as it was"
+    assert (
+        hub.repositories["someone/mine@trial"]["model.safetensors"] == before["model.safetensors"]
+    )

@@ -154,6 +154,15 @@ def test_async_replies_are_waited_for_together():
     assert bad.message.startswith("ValueError: boom (test_environment.py:")
 
 
+@pytest.mark.parametrize("timeout_s", [20.0, None])
+def test_a_function_that_returns_an_awaitable_is_waited_for_too(timeout_s):
+    async def later(text):
+        return text + "!"
+
+    ((reply,),) = reply_to(lambda text: later(text), timeout_s=timeout_s)
+    assert reply["content"] == "7!"
+
+
 def test_an_async_reply_that_is_late_costs_its_conversation_alone():
     async def reply(text):
         if text == "slow":

@@ -309,6 +309,30 @@ def test_pictures_are_the_sheet_that_the_run_has_drawn(
     assert tracks[0][1].rows == [(2, {"samples_sheet": ("image", str(file))})]
 
 
+def test_a_whole_run_logs_its_metrics_file_to_wandb_and_trackio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, tracks = fake_wandb(monkeypatch), fake_trackio(monkeypatch)
+    config = tiny.config(tmp_path, track=("wandb", "trackio"), steps=2)
+    run = api.start(config).folder
+    logged: dict[int, dict[str, float]] = {}
+    for _, row in opened[0][1].rows:
+        logged.setdefault(row["step"], {}).update(row)
+    rows = metrics(run)
+    assert rows and all(
+        logged[row["step"]][name] == row[name]
+        for row in rows
+        for name in row
+        if row[name] is not None
+    )
+    assert {step for step, _ in tracks[0][1].rows} == {row["step"] for row in rows}
+    assert (
+        opened[0][0]["config"]["rollout.group_size"] == 3
+        and opened[0][1].is_finished
+        and tracks[0][1].is_finished
+    )
+
+
 def test_settings_are_leaves_under_dotted_names(tmp_path: Path) -> None:
     config = tiny.config(tmp_path, stages=(Stage("a", steps=2, lr=0.5), Stage("b")))
     found = trackers.settings(config)

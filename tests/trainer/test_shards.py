@@ -3,6 +3,7 @@ reads them."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -136,6 +137,28 @@ def test_another_rank_may_commit_as_soon_as_the_last_one_is_done(tmp_path, monke
         "step_000001",
         "latest",
     }
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_disk_that_fails_at_any_operation_is_one_clear_error(
+    tmp_path, monkeypatch, count, number
+):
+    def fail():
+        raise OSError(number, os.strerror(number))
+
+    says, raised = "the disk is full" if number == errno.ENOSPC else "could not be written", 0
+    for at in range(count):
+        folder = tmp_path / str(at)
+        save(folder, 1, world_size=2)
+        with monkeypatch.context() as patch:
+            operations(patch, checkpoint, at, fail, ALL)
+            try:
+                save(folder, 2, world_size=2)  # a file that cannot be deleted costs nothing
+            except GruppoError as error:
+                assert says in str(error)
+                raised += 1
+        assert step_of(folder) in (1, 2)
+    assert raised > count // 2
 
 
 def test_ranks_that_write_to_folders_of_their_own_are_told_to_share_one(tmp_path, monkeypatch):

@@ -104,6 +104,9 @@ def _captions(folder: Path, files: list[str]) -> dict[str, dict[str, Any]]:
     for name in TABLES:
         if (folder / name).is_file():
             return _read_table(folder / name)
+    if (folder / "metadata.csv").is_file():  # as Hugging Face's image folders may have
+        raise DataError(f"""{folder}/metadata.csv is not read; its images would have no captions.
+            Write its rows to metadata.jsonl, one JSON object a line.""")
     rows = {}
     for file in files:
         path = (folder / file).with_suffix(".txt")

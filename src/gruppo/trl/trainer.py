@@ -277,10 +277,11 @@ class GRPOTrainer:
         self,
         commit_message: str = "End of training",
         token: str | None = None,
+        revision: str | None = None,
         **_: Any,
     ) -> str:
         """Upload the model and its card to the hub, as ``hub_model_id`` or under the name of
-        ``output_dir``; return the address of the commit.
+        ``output_dir``, to the branch ``revision``; return the address of the commit.
 
         Other arguments have no effect.
         """
@@ -297,7 +298,9 @@ class GRPOTrainer:
                 if dist.is_main():
                     repository = create_repository(name, private=args.hub_private_repo, token=token)
                     write_card(folder, self.run.folder, is_online=True)
-                    address = upload(folder, repository, message=commit_message, token=token)
+                    address = upload(
+                        folder, repository, message=commit_message, token=token, revision=revision
+                    )
         return dist.all_gather(address.encode())[0].decode()  # only the first rank knows it
 
     def add_callback(self, callback: Any) -> None:

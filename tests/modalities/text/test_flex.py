@@ -59,7 +59,7 @@ def test_features_and_gradients_are_those_of_attention_over_blocks(
         assert float((other - one).norm() / one.norm()) < tolerance
 
 
-@pytest.mark.parametrize("fault", [None, "forward", "backward"])
+@pytest.mark.parametrize("fault", [None, "forward", "backward", "differs", "nan"])
 def test_a_policy_scores_with_it_or_without_after_one_warning(fault, on_cpu, monkeypatch, caplog):
     policy, calls = llama(), []
     rollouts = policy.sample(requests(5, 2, 3), Sampling(max_actions=9), seed=1)
@@ -73,7 +73,7 @@ def test_a_policy_scores_with_it_or_without_after_one_warning(fault, on_cpu, mon
         out = flex._attend(q, k, v, mask)
         if fault == "backward":
             out.register_hook(lambda grad: 1 / 0)
-        return out
+        return out * {"differs": 1.1, "nan": float("nan")}.get(fault, 1)
 
     monkeypatch.setattr(flex, "compiled", lambda: attend)
     with caplog.at_level(logging.WARNING):
