@@ -160,6 +160,9 @@ class _Jails:
             tests = read_tests(cell, entry=entry, setup=setup, imports=imports)
             if tests is None:
                 return None
+            if not program.strip():  # nothing printed would pass where nothing is expected
+                failures = ("error",) * len(tests.cases)
+                return ProgramScore(0, len(failures), failures, "there is no program")
             if getattr(self.own, "jail", None) is None:
                 self.own.jail = self.open()
                 self.opened.append(self.own.jail)

@@ -106,6 +106,7 @@ def _is_raised(result: CaseResult, expected: tuple[str, ...]) -> bool:
     if result.exception and "NameError" not in names:
         kind = getattr(builtins, result.exception, None)
         names |= {base.__name__ for base in getattr(kind, "__mro__", ())}
+        names |= {"IOError", "EnvironmentError"} if "OSError" in names else set()
     return bool(result.exception) and not names.isdisjoint(expected)
 
 
@@ -194,6 +195,8 @@ def _case_of(item: Any, entry: str | None) -> ProgramCase:
             return ProgramCase(_text(item["input"]), _text(output), is_script=True)
         if entry is None:
             raise BadTest("it has arguments and no function; it needs a column entry_point")
+        if item.get("kwargs"):
+            raise BadTest("it has kwargs; it needs all arguments in args")
         encode(output)
         request = {"args": encode([*args])}
         alternatives = tuple(item.get("or", ()))

@@ -129,7 +129,7 @@ def length_target(
     Chinese has no spaces: use characters. Filler of the right length earns as much as a meaningful
     text.
     """
-    if target < 1:
+    if target < 1 or unit not in ("words", "characters", "actions"):
         raise GruppoError(f"""length_target({target}, {unit!r}) needs a target of at least 1 words,
             characters or actions.""")
 
