@@ -164,6 +164,5 @@ def test_every_statistic_of_groups_stages_and_epochs_has_a_panel():
 
 def test_several_reward_functions_have_a_panel_together():
     assert names_of({"reward/f/mean": 1.0}) == []  # the panel of the sum shows it
-    assert names_of({"prompt/reward_mean/0": 1.0}) == []
     [panel] = panels_of([{"step": 1, "reward/f/mean": 1.0, "reward/a b:c/mean": 2.0}])
     assert panel.metrics == ("reward/f/mean", "reward/a b:c/mean")

@@ -113,7 +113,6 @@ PANELS = (
         ("update/epochs_count",),
         is_setting=True,
     ),
-    Panel("prompts", "Reward by prompt", "mean reward", ("prompt/reward_mean/*",), least=2),
     Panel(
         "reference",
         "Policy and reference",

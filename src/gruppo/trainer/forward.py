@@ -217,7 +217,8 @@ def _evaluate(
         old = Before(likelihood.logprobs, likelihood.gaussian)
         values = likelihood.values
     if reference is not None:
-        ref = reference.likelihood(rollouts, micro_batch, outputs=gaussian_outputs(run))
+        found = reference.likelihood(rollouts, micro_batch, outputs=gaussian_outputs(run))
+        ref = Likelihood(found.logprobs, gaussian=found.gaussian)
     if run.critic is not None and values is None:
         values = run.critic.values(rollouts, micro_batch)
     # in their own precision, float32 at least: the joint log-prob of many dimensions is in the

@@ -61,7 +61,7 @@ class RunFolder:
         self.best = path / "best"
         self.completions: CompletionFiles | None = None
         self._unchecked: checkpoint.Save | None = None
-        """The newest save, until it was found complete."""
+        """The newest save of several ranks, until it was found complete."""
         self._written: set[Path] = set()
         """Checkpoints that this process has begun to write or was resumed from."""
         self._saved_best: Mapping[str, float] | None = None
@@ -194,8 +194,9 @@ class RunFolder:
             for name, tensors in tensors_of(run).items()
             if tensors or name in checkpoint.REQUIRED
         }
-        self._unchecked = checkpoint.Save(target, ranks, delete_old)
-        self._unchecked.write(parts, state or {}, dist.rank())
+        written = checkpoint.Save(target, ranks, delete_old)
+        self._unchecked = written if ranks > 1 else None
+        written.write(parts, state or {}, dist.rank())
         self._written.add(target)
 
     def _sync_logs(self) -> None:

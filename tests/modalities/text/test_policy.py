@@ -21,7 +21,7 @@ from tests.fakes import (
 )
 
 from gruppo.modalities.text import from_module, from_transformers
-from gruppo.types import GruppoError, Prompt, Request, Sampling
+from gruppo.types import DataError, GruppoError, Prompt, Request, Rollouts, Sampling
 
 GREEDY = Sampling(temperature=0.0, max_actions=6)
 
@@ -231,6 +231,17 @@ def test_greedy_rollouts_have_no_density_to_learn_from():
     rollouts = policy.sample(requests(2), GREEDY, seed=0)
     with pytest.raises(GruppoError, match="temperature 0"):
         policy.likelihood(rollouts, whole(policy, rollouts))
+
+
+def test_samples_of_a_prompt_that_began_differently_are_refused_rather_than_joined():
+    """As where an environment's reset does not follow its seed: a group is read with one prompt."""
+    policy = plain()
+    first, second = (
+        policy.sample(requests(2, of=prompts(text)), GREEDY, seed=0) for text in ("@", "A")
+    )
+    second = replace(second, prompts=first.prompts)
+    with pytest.raises(DataError, match="have different prompts"):
+        Rollouts.cat([first, second])
 
 
 def test_two_prompts_with_one_id_and_draw_are_refused_rather_than_merged():
