@@ -167,7 +167,7 @@ def tool_search() -> Config:
     """SmolLM2-135M-Instruct learns to answer questions about 288 invented buildings by searching
     texts on them.
 
-    As tool-calculator, with a tool that returns the two best of 288 texts (BM25); every fact is
+    As tool_calculator, with a tool that returns the two best of 288 texts (BM25); every fact is
     asked once, so that held-out answers can only be read. One of 2 CPU cores, beside other jobs: 9
     minutes of processor time. Held out, played greedily, of 48: none before, 13, 15 and 21 at step
     10, 31, 30 and 36 at step 20 (seeds 0, 1, 2). Sampled reward, of 32: 0.09, 0.03 and 0.22 at step
