@@ -710,12 +710,27 @@ def engine(policy):
 """
 
 
-def test_code_that_ends_the_process_does_not_pass_for_a_complete_run(tmp_path, recipe):
+@pytest.mark.parametrize(
+    ("options", "says", "left"),
+    [
+        (
+            ["--reward", "mine.py:leaves", "--scoring.isolate", "False"],
+            "os._exit(0) was called",
+            "no final model",
+        ),
+        (["--engine", "mine.py:engine"], "sys.exit() was called", "does not exist"),
+    ],
+    ids=["os._exit", "sys.exit"],
+)
+def test_code_that_ends_the_process_with_0_does_not_pass_for_a_complete_run(
+    tmp_path, recipe, options, says, left
+):
     (tmp_path / "mine.py").write_text(INCOMPLETE)
-    engine = ["--engine", f"{tmp_path / 'mine.py'}:engine"]
-    code, _, err = call(tmp_path, "train", recipe, *engine, "--name", "left")
-    assert code == 3 and "sys.exit() was called" in err
-    assert f"gruppo resume {tmp_path / 'runs/left'}" in err
+    options = [option.replace("mine.py", str(tmp_path / "mine.py")) for option in options]
+    code, _, err = call(tmp_path, "train", recipe, *options, "--name", "left")
+    assert code == 3 and says in err and f"gruppo resume {tmp_path / 'runs/left'}" in err
+    code, _, err = call(tmp_path, "eval", str(tmp_path / "runs/left"))
+    assert code == 2 and left in err
 
 
 def test_a_reward_of_a_file_that_exits_costs_its_rows_and_not_the_run(tmp_path, recipe):

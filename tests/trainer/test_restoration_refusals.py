@@ -100,7 +100,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"compute": "bfloat16"},
         r"compute='bfloat16' holds the base below adapters.*--compute float32",
     ),
-    "a critic": ({"objective": Objective(**CRITIC)}, r"critic|value"),
+    "a critic": (
+        {"objective": Objective(**CRITIC)},
+        r"critic.kind needs a policy .*RestorationPolicy is not",
+    ),
     "a temperature": ({"rollout__temperature": 0.5}, r"temperature.* images are sampled at 1"),
     "an entropy of a fixed std": (
         {"stage__entropy_coef": 0.1},

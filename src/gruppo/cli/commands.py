@@ -3,6 +3,7 @@ after * its options."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import textwrap
@@ -32,10 +33,23 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\
 
 @contextmanager
 def _until_stopped(path: Path) -> Iterator[None]:
-    """Exit with the command that continues the run in ``path`` if a signal stops it."""
+    """Exit with the command that continues the run in ``path`` if a signal stops it; never with 0
+    before its end."""
     from gruppo import distributed as dist
     from gruppo.trainer.loop import Stopped, how_to_continue
 
+    process, leave = os.getpid(), os._exit
+    problem = f"""before the run was complete. Remove that; what is saved continues with:
+        {command_name()} resume {path}"""
+
+    def leave_incomplete(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == process:  # not a child that was forked
+            error = DataError(f"os._exit(0) was called {problem}")
+            print(f"gruppo: {error}", file=sys.stderr, flush=True)
+            status = error.exit_code
+        leave(status)
+
+    os._exit = leave_incomplete
     try:
         yield
     except (Stopped, KeyboardInterrupt):  # a second signal interrupts at once
@@ -45,10 +59,9 @@ def _until_stopped(path: Path) -> Iterator[None]:
     except SystemExit as error:
         if error.code:
             raise
-        raise DataError(
-            f"sys.exit() was called before the run was complete. Remove that; what is saved "
-            f"continues with: {command_name()} resume {path}"
-        ) from None
+        raise DataError(f"sys.exit() was called {problem}") from None
+    finally:
+        os._exit = leave
 
 
 def train(args: list[str]) -> None:
