@@ -56,8 +56,6 @@ FOREIGN_OPTIONS = {
         "--replay",
         "--log-dir",
         "--entrypoint-num-gpus",
-        *("--bandwidth", "--mean-tokens", "--memory", "--model-config", "--prompt-tokens"),
-        "--tflops",
         "--max-restarts",
         "--nproc-per-node",
         "--num-generations",
@@ -114,6 +112,7 @@ def parameters(command: Any) -> tuple[dict[str, Option], dict[str, Option]]:
 
 PARAMETERS = {name: parameters(run) for name, run in COMMANDS.items() if name not in TAKING_RECIPE}
 PARAMETERS["launch"] = ({}, options(configs.LaunchConfig()))
+PARAMETERS["plan"] = ({}, options(configs.PlanOptions()))
 """Positional arguments and options of each command beside those of a config."""
 OPTIONS = {as_flag(name): option.hint for name, option in all_options().items()} | {"--stages": str}
 OPTIONS |= {

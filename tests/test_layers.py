@@ -34,7 +34,7 @@ LAYERS: tuple[set[str], ...] = (
     {"modalities", "engines", "environments", "rewards", "data", "tracking"},
     {"testing", "trainer"},
     {"build", "recipes", "doctor"},
-    {"view"},
+    {"view", "plan"},
     {"api", "inference"},
     {"export"},
     {"trl"},

@@ -19,6 +19,7 @@ usage: gruppo COMMAND ...
                               reward
   explain --names trl RECIPE  its options under TRL's names (or verl, ddpo, sources); trl:beta for
                               one
+  plan RECIPE --gpus N        step time, memory and best split on N GPUs, in closed form
   doctor RUN                  diagnose a run: measurements, their meaning, options to change
   view RUN [RUN ...]          runs in the browser, while they train: curves, every completion, the
                               doctor

@@ -17,7 +17,7 @@ from gruppo.cli import help as help_text
 from gruppo.cli.app import EXIT_STOPPED
 from gruppo.cli.options import parse_config, parse_own
 from gruppo.config import peer_options, serialization
-from gruppo.config.schema import Config, EngineConfig, ExplainOptions, TrainOptions
+from gruppo.config.schema import Config, EngineConfig, ExplainOptions, PlanOptions, TrainOptions
 from gruppo.errors import DataError
 from gruppo.loading import command_name, visible
 from gruppo.recipes import RECIPES
@@ -247,6 +247,15 @@ def explain(args: list[str]) -> None:
     print("\n".join(api.explain(config, trust_run=own.trust_run)))
 
 
+def plan(args: list[str]) -> None:
+    """Estimate step time, memory and the split of trainers and servers on a number of GPUs."""
+    own, args = parse_own(args, PlanOptions(), "plan")
+    config = parse_config("plan", args)
+    from gruppo.plan import print_plan
+
+    print_plan(config, own)
+
+
 def doctor(
     run: Annotated[str, "Folder of the run, which may still be training."],
     *,
@@ -328,10 +337,10 @@ def serve(
     server.run(model, host=host, port=port, python=python, lora_rank=lora_rank, options=options)
 
 
-_OF_RUNS = (train, launch, resume, eval_, sample, export, explain, doctor, view, report)
+_OF_RUNS = (train, launch, resume, eval_, sample, export, explain, plan, doctor, view, report)
 _OTHERS = (serve, config, recipes, completion)
 COMMANDS: dict[str, Callable[..., None]] = {
     run.__name__.rstrip("_"): run for run in (*_OF_RUNS, *_OTHERS)
 }
-TAKING_RECIPE = ("train", "launch", "explain", "config")
+TAKING_RECIPE = ("train", "launch", "explain", "plan", "config")
 """Commands of a recipe and the options of its config, which they parse themselves."""

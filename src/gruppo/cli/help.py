@@ -14,7 +14,14 @@ from typing import Any, NoReturn
 import shtab
 
 from gruppo.config.options import Option, as_text, options
-from gruppo.config.schema import Config, ExplainOptions, LaunchConfig, Shortcuts, TrainOptions
+from gruppo.config.schema import (
+    Config,
+    ExplainOptions,
+    LaunchConfig,
+    PlanOptions,
+    Shortcuts,
+    TrainOptions,
+)
 from gruppo.config.sections import sections
 from gruppo.errors import as_flag
 from gruppo.types import GruppoError
@@ -47,7 +54,12 @@ OF_TEXT = _names(
     "objective.overlong objective.mask_truncated stage.temperature stage.entropy_coef",
 )
 HELP_FLAGS = ("-h", "--help", "--help-all")
-OWN: dict[str, Any] = {"train": TrainOptions, "explain": ExplainOptions, "launch": LaunchConfig}
+OWN: dict[str, Any] = {
+    "train": TrainOptions,
+    "explain": ExplainOptions,
+    "plan": PlanOptions,
+    "launch": LaunchConfig,
+}
 """Options of a command besides those of a config."""
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", bool: "{true,false}"}
 

@@ -547,6 +547,26 @@ class ExplainOptions:
 
 
 @dataclass(frozen=True)
+class PlanOptions:
+    """Options of ``gruppo plan`` besides those of the run; the GPU is an H100 by default."""
+
+    gpus: Positive = 1
+    """Number of GPUs."""
+    tflops: NonNegative = 989.0
+    """Dense bfloat16 teraflops of a GPU, by its data sheet."""
+    bandwidth: NonNegative = 3.35
+    """Terabytes per second of a GPU's memory."""
+    memory: NonNegative = 80.0
+    """Gibibytes of a GPU's memory."""
+    mean_tokens: NonNegative = 0.0
+    """Mean length of a completion; default: half of rollout.max_new_tokens."""
+    prompt_tokens: Positive = 200
+    """Mean length of a prompt."""
+    model_config: str = ""
+    """Folder of the model's config.json; default: the recipe's model."""
+
+
+@dataclass(frozen=True)
 class LaunchConfig:
     """Options of ``gruppo launch`` besides those of the run."""
 
