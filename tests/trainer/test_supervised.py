@@ -317,6 +317,12 @@ def test_what_to_answer_is_a_column_or_a_text_around_columns(supervised, target)
     assert Answers(supervised).given(PROMPT).target == target
 
 
+def test_a_template_around_a_list_is_refused_rather_than_written_as_python():
+    prompt = Prompt("p", "1 + 1 =", None, {"steps": ["1 + 1", "2"]})
+    with pytest.raises(GruppoError, match="needs strings and numbers"):
+        Answers(SupervisedConfig(template="<think>{steps}</think>")).given(prompt)
+
+
 def rows_with(answers: list[Any]) -> list[dict[str, Any]]:
     return [
         row | {"answer": answer}

@@ -78,8 +78,9 @@ def reasoning_gym(
         prompt = Prompt(prompt_id, messages, entry["answer"], {"entry": entry}, draw)
         return prompt if is_held_out != isinstance(item, int) else None
 
-    # the first entry too: a task can change with the packages that it uses
-    first = entry_at(0, seed, "reasoning_gym", task, 0)["question"]
+    # the first entries too: a task can change with the packages that it uses
+    places = range(min(3, size_per_epoch))
+    first = [entry_at(n, seed, "reasoning_gym", task, 0)["question"] for n in places]
     version = metadata.version("reasoning_gym")
     options = sorted(task_options.items())
     digest = digest_of([task, options, size_per_epoch, held_out_fraction, version, first])

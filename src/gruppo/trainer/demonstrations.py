@@ -61,6 +61,8 @@ class Answers:
         if any(value is None or value == "" or value != value for value in values.values()):  # NaN
             return replace(prompt, target=None)
         try:
+            if not all(isinstance(value, str | int | float) for value in values.values()):
+                raise TypeError("it needs strings and numbers")
             return replace(prompt, target=self.template.format_map(values))
         except (ValueError, TypeError) as error:
             raise GruppoError(
