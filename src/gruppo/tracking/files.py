@@ -21,7 +21,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from gruppo.integrity import explained_failures, json_lines, parse_json, replace_file
+from gruppo.integrity import explained_failures, json_lines, open_file, parse_json, replace_file
 from gruppo.protocols import Tracker
 from gruppo.tracking.formatting import ARRAYS, as_text, shape_text
 from gruppo.types import GruppoError
@@ -142,8 +142,8 @@ def step_of(path: Path) -> int:
 def read_completions(path: Path) -> list[bytes]:
     """Lines of a file of completions; none of a damaged one, or beyond ``MAX_TEXT``."""
     member = zlib.decompressobj(wbits=31)  # 31: the format of gzip
-    with suppress(zlib.error):
-        text = member.decompress(path.read_bytes(), MAX_TEXT)
+    with suppress(zlib.error), open_file(path) as file:
+        text = member.decompress(file.read(), MAX_TEXT)
         return text.splitlines(keepends=True) if member.eof else []
     return []
 

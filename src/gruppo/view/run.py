@@ -14,7 +14,7 @@ from typing import Any
 
 from gruppo.doctor import record
 from gruppo.doctor.report import diagnose
-from gruppo.integrity import check_links, read_json
+from gruppo.integrity import check_links, open_file, read_json
 from gruppo.loading import describe_error
 from gruppo.tracking.files import completion_files, read_completions, read_metrics, step_of, to_json
 from gruppo.tracking.images import PNG
@@ -125,7 +125,7 @@ class RunView:
         replaced."""
         path = self.path / "metrics.jsonl"
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 now = str(_stamp(file.fileno())[2])
                 file.seek(start if now == version else 0)
                 return file.read(), now
