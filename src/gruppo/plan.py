@@ -71,8 +71,8 @@ def open_shape(model: str) -> ModelShape:
     from transformers import AutoConfig
 
     try:
-        source, _ = found_model(model)
-        return ModelShape.of(AutoConfig.from_pretrained(source, local_files_only=True))
+        config = AutoConfig.from_pretrained(found_model(model)[0], local_files_only=True)
+        return ModelShape.of(config)
     except Exception as error:
         raise GruppoError(f"""the sizes of the model {model!r} are unknown: there is no config.json
             of a causal language model here ({type(error).__name__}). Download it, and give its
@@ -100,12 +100,11 @@ def splits(config: Config, shape: ModelShape, options: PlanOptions) -> list[Spli
     if not most:
         raise GruppoError("--gpus 1 leaves no server for --engine.lag; it needs at least 2.")
     found = [estimate(config, shape, options, trainers) for trainers in range(1, most + 1)]
-    memory = options.memory
-    fitting = [s for s in found if max(s.trainer_gib, s.server_gib / USABLE) <= memory]
+    fitting = [s for s in found if max(s.trainer_gib, s.server_gib / USABLE) <= options.memory]
     if not fitting:
         raise GruppoError(
             f"the model does not fit: {most} trainers need {found[-1].trainer_gib:.1f} GiB each, "
-            f"servers {found[-1].server_gib:.1f}, and a GPU has {memory:g}",
+            f"servers {found[-1].server_gib:.1f}, and a GPU has {options.memory:g} GiB",
             advice="Give more --gpus, a larger --memory, or $lora.rank",
         )
     return sorted(fitting, key=lambda split: split.step_s)
@@ -118,7 +117,8 @@ def estimate(config: Config, shape: ModelShape, options: PlanOptions, trainers: 
     """
     rollout, prompt = config.rollout, options.prompt_tokens
     rows = rollout.prompts * rollout.group_size
-    mean = min(options.mean_tokens or rollout.max_new_tokens / 2, rollout.max_new_tokens)
+    limit = rollout.max_new_tokens
+    mean = min(options.mean_tokens or limit / 2, limit)
     flops = 1e12 * options.tflops * TRAIN_FRACTION * shape.reached  # of one GPU
     bandwidth = 1e12 * options.bandwidth * READ_FRACTION * shape.reached
     servers = options.gpus - trainers
@@ -126,7 +126,7 @@ def estimate(config: Config, shape: ModelShape, options: PlanOptions, trainers: 
     forward = 2 * shape.active  # operations of a token, and bytes of what it reads
 
     # steps of the longest row, each bound by bandwidth or by operations, after the prefill
-    steps = min(mean * (math.log(rows) + 0.58), rollout.max_new_tokens)
+    steps = min(mean * (math.log(rows) + 0.58), limit)
     decoded = rows * mean / steps  # rows that have not ended, on average
     caches = decoded * (prompt + mean / 2) * shape.cache_bytes
     weights = forward * min(sampling_gpus, rows)  # each server reads its own
@@ -140,11 +140,9 @@ def estimate(config: Config, shape: ModelShape, options: PlanOptions, trainers: 
         train_s += adam / bandwidth / trainers
 
     weights = 2 * shape.counts.total
-    published = weights / PUBLISH_BYTES_PER_S if servers else 0.0
-    step_s = sample_s + train_s + published
-    if config.engine.lag:
-        step_s = max(sample_s, train_s + published)
-    longest = prompt + rollout.max_new_tokens
+    trainer_s = train_s + (weights / PUBLISH_BYTES_PER_S if servers else 0.0)
+    step_s = max(sample_s, trainer_s) if config.engine.lag else sample_s + trainer_s
+    longest = prompt + limit
     trainer = trainer_bytes(config, shape, longest, trainers) / GIB
     server = (weights + longest * shape.cache_bytes) / sampling_gpus / GIB
     rate = rows * mean / step_s
@@ -167,26 +165,32 @@ def passes(config: Config) -> int:
 
 def trainer_bytes(config: Config, shape: ModelShape, longest: int, gpus: int) -> float:
     """Bytes of one of ``gpus`` sharded trainers, with a micro-batch of one longest row."""
-    counts, is_recomputed = shape.counts, config.optim.recompute == "layer"
+    counts = shape.counts
     kept = 2.0 * counts.total / gpus
     if not config.lora.rank:
         kept *= highest(config, "kl_coef") > 0
         kept += networks(config) * sum(state_bytes(counts, shards=gpus).values())
     kept += sum(gathered_bytes(counts, shards=gpus, compute_bytes=2).values())
-    row = activations(shape.settings, longest, torch.bfloat16, is_recomputed=is_recomputed)
-    return kept + row
+    return kept + activations(
+        shape.settings,
+        longest,
+        torch.bfloat16,
+        is_recomputed=config.optim.recompute == "layer",
+    )
 
 
 def print_plan(config: Config, options: PlanOptions) -> None:
     """Print the fastest splits and the duration of the run."""
     found = splits(config, open_shape(options.model_config or config.model), options)
-    rows = config.rollout.prompts * config.rollout.group_size
-    print(f"{rows} rows a step, lag {config.engine.lag}, {options.gpus} GPUs")
+    print(
+        f"{config.rollout.prompts * config.rollout.group_size} rows a step, "
+        f"lag {config.engine.lag}, {options.gpus} GPUs"
+    )
     print(*[f"{name:>12}" for name in Split._fields])
     for trainers, servers, *numbers in found[:SHOWN]:
         cells = [trainers, servers or "shared", *map(number, numbers)]
         print(*[f"{cell:>12}" for cell in cells])
-    seconds = found[0].step_s * config.steps
     print(
-        f"{config.steps} steps in {duration(seconds)}. Published steps differ by a factor of 1.5."
+        f"{config.steps} steps in {duration(found[0].step_s * config.steps)}. Published steps "
+        f"differ by a factor of 1.5."
     )
