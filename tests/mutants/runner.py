@@ -231,7 +231,8 @@ def _child(tests: Sequence[str], options: Sequence[str], folder: Path) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.dump_traceback_later(TIMEOUT_S - 5, file=(folder / "hung.txt").open("w"))
-    recorder = _Recorder()
+    recorder = _Recorder(tests)
+    files = dict.fromkeys(str(TESTS / test.partition("::")[0]) for test in tests)
     options = [
         *options,
         "--assert=plain",
@@ -242,7 +243,7 @@ def _child(tests: Sequence[str], options: Sequence[str], folder: Path) -> None:
         "--basetemp",
         f"{temporary}/t",  # tests trust the runs below TMPDIR
     ]
-    code = pytest.main([*options, *(str(TESTS / test) for test in tests)], plugins=[recorder])
+    code = pytest.main([*options, *files], plugins=[recorder])
     found = Path(getattr(sys.modules.get("gruppo"), "__file__", None) or "nowhere")
     problem = recorder.problem or ("" if code in (0, 1) else f"pytest ended with {code!r}")
     if not found.is_relative_to(package):
@@ -252,11 +253,24 @@ def _child(tests: Sequence[str], options: Sequence[str], folder: Path) -> None:
 
 
 class _Recorder:
-    """A pytest plugin that keeps what happened."""
+    """A pytest plugin that selects tests and keeps what happened.
 
-    def __init__(self) -> None:
+    Named on pytest's command line, one test that is gone would keep all others from running.
+    """
+
+    def __init__(self, tests: Sequence[str]) -> None:
+        self.order = {test: number for number, test in enumerate(tests)}
         self.reports: list[Report] = []
         self.problem = ""
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Keep the tests that are named, by a form, a function or a file, in their order."""
+        places = {}
+        for item in items:
+            name = item.nodeid.removeprefix("tests/")
+            names = (name, name.partition("[")[0], name.partition("::")[0])
+            places[item] = min((self.order[n] for n in names if n in self.order), default=-1)
+        items[:] = sorted((item for item in items if places[item] >= 0), key=places.__getitem__)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         message = "" if report.outcome == "passed" else _last_line(report)
