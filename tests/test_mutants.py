@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.mutants import generated
+from tests.mutants import covering, generated
 from tests.mutants.catalogue import LIMIT, MUTANTS, read
 from tests.mutants.mutant import SOURCE, TESTS, Mutant, has_test
 from tests.mutants.runner import Outcome, Report
@@ -133,6 +133,23 @@ def test_a_test_passed_if_it_ran_and_passed_in_each_of_its_forms():
     assert Outcome((passed,)).passed(TEST) and Outcome((passed, failed)).passed(f"{TEST}[a]")
     assert not Outcome((passed, failed)).passed(TEST) and not Outcome(()).passed(TEST)
     assert not Outcome((passed,), "pytest ended with 4").passed(TEST)
+
+
+def test_a_function_meets_the_tests_that_run_it_those_that_run_little_else_first():
+    lines = [
+        ("b.py::whole", 3.0, ["f.py f", "f.py g", "f.py h"]),
+        ("a.py::unit[1]", 0.1, ["f.py f"]),
+        ("a.py::unit[2]", 0.1, ["f.py f", "f.py g"]),
+        ("c.py::long", 100.0, ["f.py f"]),
+    ]
+    found = covering.merge(lines, {"f.py f", "f.py h"})
+    named = {
+        name: [found["tests"][number] for number in numbers]
+        for name, numbers in found["functions"].items()
+    }
+    assert named == {"f.py f": ["c.py::long"], "f.py h": ["b.py::whole"]}
+    quick = covering.merge(lines[:3], {"f.py f"})
+    assert quick["tests"] == ["a.py::unit", "b.py::whole"]
 
 
 PROBE = """

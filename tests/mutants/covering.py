@@ -15,13 +15,14 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import pytest
+from tests.mutants.mutant import has_test
 
 TESTS = Path(__file__).resolve().parents[1]
 PACKAGE = str(TESTS.parent / "src/gruppo") + os.sep
@@ -37,8 +38,9 @@ MOST_SECONDS = 40.0
 def tests_of(file: str, function: str) -> tuple[str, ...]:
     """Return the recorded tests of a function, those that run little else first."""
     recording = _recording()
-    tests = recording["functions"].get(f"{file} {function}", ())
-    return tuple(recording["tests"][number] for number in tests)
+    numbers = recording["functions"].get(f"{file} {function}", ())
+    tests = [recording["tests"][number] for number in numbers]
+    return tuple(test for test in tests if has_test(test))
 
 
 @cache
@@ -65,7 +67,7 @@ class Recorder:
             return (yield)
         finally:
             sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
+            threading.settrace(None)
             seconds = time.monotonic() - began
             called, self.called = self.called, set()  # a thread of the test may still add to it
             names = sorted({name for code in called if (name := _name_of(code))})
@@ -94,31 +96,36 @@ def pytest_configure(config: pytest.Config) -> None:
 def merge(lines: list[tuple[str, float, list[str]]], wanted: set[str]) -> dict[str, Any]:
     """Choose the tests of each wanted function: at most ``MOST_TESTS``, ``MOST_OF_A_FILE`` of one
     file, of ``MOST_SECONDS`` together, those that call the fewest functions first."""
-    by_function: dict[str, list[tuple[int, str, float]]] = defaultdict(list)
-    for test, seconds, names in lines:
-        for name in names:
-            if name in wanted:
-                by_function[name].append((len(names), test, seconds))
-    chosen = {name: _chosen(candidates) for name, candidates in sorted(by_function.items())}
+    seconds: Counter[str] = Counter()
+    called: dict[str, set[str]] = defaultdict(set)
+    for test, took, names in lines:
+        name = test.partition("[")[0]  # with all its parameters
+        seconds[name] += took
+        called[name].update(names)
+    by_function: dict[str, list[str]] = defaultdict(list)
+    for test in sorted(called, key=lambda test: (len(called[test]), test)):
+        for function in called[test] & wanted:
+            by_function[function].append(test)
+    chosen = {name: _chosen(tests, seconds) for name, tests in sorted(by_function.items())}
     tests = sorted({test for some in chosen.values() for test in some})
     numbers = {test: number for number, test in enumerate(tests)}
     functions = {name: [numbers[test] for test in some] for name, some in chosen.items()}
     return {"tests": tests, "functions": functions}
 
 
-def _chosen(candidates: list[tuple[int, str, float]]) -> list[str]:
+def _chosen(candidates: list[str], seconds: Mapping[str, float]) -> list[str]:
     chosen: list[str] = []
     of_file: Counter[str] = Counter()
     total = 0.0
-    for _, test, seconds in sorted(candidates):
+    for test in candidates:
         file = test.partition("::")[0]
         if len(chosen) == MOST_TESTS or of_file[file] == MOST_OF_A_FILE:
             continue
-        if chosen and total + seconds > MOST_SECONDS:
+        if chosen and total + seconds[test] > MOST_SECONDS:
             continue
         chosen.append(test)
         of_file[file] += 1
-        total += seconds
+        total += seconds[test]
     return chosen
 
 
@@ -140,10 +147,20 @@ def main() -> int:
             return ended.returncode
         parts = [path.read_text(encoding="utf-8") for path in Path(folder).iterdir()]
     lines = [tuple(json.loads(line)) for part in parts for line in part.splitlines()]
-    recording = merge(lines, set(functions()))  # type: ignore[arg-type]
-    RECORDING.write_text(json.dumps(recording, indent=0) + "\n", encoding="utf-8")
+    recording = merge(lines, set(functions()))
+    RECORDING.write_text(_text(recording), encoding="utf-8")
     print(f"{len(recording['functions'])} functions, {len(recording['tests'])} tests")
     return 0
+
+
+def _text(recording: Mapping[str, Any]) -> str:
+    """One line a test and a function, so that a change of it can be read."""
+    tests = ",\n".join(json.dumps(test) for test in recording["tests"])
+    functions = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(numbers)}"
+        for name, numbers in recording["functions"].items()
+    )
+    return f'{{"tests": [\n{tests}\n], "functions": {{\n{functions}\n}}}}\n'
 
 
 if __name__ == "__main__":
