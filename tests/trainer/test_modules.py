@@ -198,7 +198,7 @@ def test_a_critic_of_another_tokenizer_cannot_be_compared_and_is_refused(tmp_pat
     [
         (own("modle"), "Did you mean"),
         (own("bare"), "it needs a policy"),
-        (own("raises"), "raised ValueError in line"),
+        (own("raises"), "raised ValueError: no such checkpoint"),
         (own("looks_ahead"), "is not causal"),
         (own("model").replace("own_models.py", "own_model.py"), "there is no file"),
         (own_models.FILE, "a function in it makes the model"),

@@ -57,13 +57,13 @@ def apply_options(config: Config, args: Sequence[str], command: str) -> Config:
         if config.modality is None and any(word.startswith(f"--{name}.") for word in words):
             config = replace(config, modality=kind())
     chosen, words = parse_own(words, Shortcuts(), command)
-    if chosen.objective:
+    if chosen.objective is not None:
         objective = serialization.preset(chosen.objective)
         # A property of the recipe's model.
         if config.objective.kl == "exact" and objective.kl_in == "loss":
             objective = replace(objective, kl="exact")
         config = serialization.change(config, {"objective": objective})
-    if chosen.stages:
+    if chosen.stages is not None:
         config, words = _set(config, words, command, "stage.")
         config = planned(chosen.stages, config)
     config, words = _set(config, words, command)

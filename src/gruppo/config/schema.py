@@ -520,9 +520,9 @@ class Config:
 class Shortcuts:
     """Options that change many of a config's."""
 
-    objective: str = ""
+    objective: str | None = None
     """Preset of the objective, such as grpo, dr-grpo, dapo, gspo, rloo or ppo."""
-    stages: str = ""
+    stages: str | None = None
     """Stages NAME:STEPS,NAME (supervised, ramp, full); then --stages.0.lr ..."""
 
 
