@@ -181,11 +181,9 @@ class MetricsFile(Tracker):
 
     def close(self) -> None:
         """Write ``metrics.csv``."""
-        if not self._path.exists():  # the run was deleted
+        if not self._path.exists():  # the folder was deleted or moved
             return
         rows = read_lines(self._path)
-        if not rows:  # the folder was deleted or moved, if there were any
-            return
         text = io.StringIO()
         columns = dict.fromkeys(["step", *(name for row in rows for name in row)])
         writer = csv.DictWriter(text, columns, lineterminator="\n")
