@@ -111,9 +111,7 @@ def test_a_resumed_run_counts_on_and_asks_nothing_twice(server, tmp_path, monkey
 @pytest.mark.slow
 def test_no_calls_left_end_a_run_that_has_no_other_reward_and_more_continue_it(server, tmp_path):
     file = write_judge(tmp_path / "mine.toml", server, "max_calls = 15\n")
-    with pytest.raises(
-        DataError, match=r"10 steps in a row: the judge's 15 calls are used up; raise"
-    ):
+    with pytest.raises(DataError, match=r"10 steps in a row: .*the judge's 15 calls are used up"):
         start(tmp_path, file, steps=20)
     assert len(server.bodies) == 15
     write_judge(tmp_path / "mine.toml", server, "max_calls = 5000\n")
