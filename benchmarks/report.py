@@ -36,7 +36,7 @@ def machine() -> dict[str, Any]:
 def heading(about: Mapping[str, Any]) -> str:
     """One line that names the hardware."""
     where = (
-        about["gpu"] or f"{about['threads']} threads on {about['cores']} cores of {about['cpu']}"
+        about["gpu"] or f"{about['threads']} threads on {os.cpu_count()} cores of {about['cpu']}"
     )
     return f"{where}, {about['memory_gb']:.0f} GB, torch {about['torch']}"
 

@@ -323,17 +323,21 @@ class LeftPadded(Backbone):
     """Rows that stand further right, each by another distance, with a mask and positions that say
     so."""
 
-    def features(self, ids: Tensor, **inputs: Tensor) -> Tensor:
-        assert not inputs, "packed rows are not moved"
+    def features(self, ids: Tensor) -> Tensor:
         b, t = ids.shape
         shift = 1 + torch.arange(b) % 3
         column = torch.arange(t + 3) - shift[:, None]  # [b, t + 3]: the column that stands there
         inside = (column >= 0) & (column < t)
         moved = torch.where(inside, ids.gather(1, column.clamp(0, t - 1)), 7)
         positions = column.clamp(min=0)
-        features = super().features(
-            moved, attention_mask=(column >= 0).long(), position_ids=positions
+        network = self.module.base_model if self.splits else self.module
+        output = network(
+            input_ids=moved,
+            attention_mask=(column >= 0).long(),
+            position_ids=positions,
+            use_cache=False,
         )
+        features = output.last_hidden_state if self.splits else output.logits
         return features.gather(
             1, (torch.arange(t) + shift[:, None])[..., None].expand(-1, -1, features.shape[-1])
         )

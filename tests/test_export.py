@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -164,7 +165,7 @@ def test_the_card_has_objective_data_rewards_evaluation_and_license(run, tmp_pat
     lines = dict(re.findall(r"^([\w -]+?)  +(.*)$", card, re.MULTILINE))
     assert lines["data"] == "data.jsonl" and lines["license"] == "mit" and lines["rewards"]
     assert "advantage   A = (reward - mean of the group)" in card
-    first, *_, last = api.json.loads((run / "evaluations.json").read_text())
+    first, *_, last = json.loads((run / "evaluations.json").read_text())
     for each in (first, last):
         shown = lines[f"held-out at step {each['step']}"]
         assert shown.startswith(f"{number(each['mean'])} [{number(each['low'])}, ")
@@ -197,7 +198,7 @@ def test_a_card_holds_hostile_names_as_text(run, tmp_path):
     copied = tmp_path / "run"
     shutil.copytree(run, copied)
     settings = to_dict(Config()) | {"data": "x|y `z` <script>\n---\n```", "model": "a/[b](c)"}
-    (copied / "config.json").write_text(api.json.dumps(settings))
+    (copied / "config.json").write_text(json.dumps(settings))
     text = model_card.model_card(copied, run / "final")
     assert r"  x|y 'z' <script>\n---\n'''" in text
     assert text.count("```") == 2 and text.count("\n---\n") == 1

@@ -522,7 +522,7 @@ def test_control_characters_in_places_are_refused_in_one_line(stranger, key, val
             stranger.config | {"name": "", "runs_dir": str(stranger.place / "runs")} | {key: value}
         )
     )
-    slurm = ["--on", "slurm", "--template", str(template), "--servers", "0", "--dry-run"]
+    slurm = ["--slurm", str(template), "--servers", "0", "--dry-run"]
     option = f"--{key.replace('_', '-')}"
     for file, given in ((own, []), (stranger.run, [option, value])):
         for command in (

@@ -363,7 +363,11 @@ MISTAKES = {
         3,
         r"not_a_function is 3.0 \(float\), which is not callable",
     ),
-    "too many weights": (["--scoring.weights", "1", "2"], 2, r"2 reward weights for 1 rewards"),
+    "too many weights": (
+        ["--scoring.weights", "1", "2"],
+        2,
+        r"weights \[1.0, 2.0\] for 1 rewards",
+    ),
     "a runs folder that is a file": (["--runs-dir", EMPTY], 2, r"cannot be made|Not a directory"),
 }
 
@@ -601,10 +605,10 @@ def with_a_full_disk_from(step: int, args: list[str]) -> None:
     """The disk is full for checkpoints from a step on."""
     real = checkpoint.save_file
 
-    def save_file(tensors: object, path: Path) -> None:
+    def save_file(tensors: object, path: Path, **metadata: object) -> None:
         if f"step_{step:06d}" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        real(tensors, path)
+        real(tensors, path, **metadata)
 
     checkpoint.save_file = save_file
     processes.command_line(args)
@@ -614,7 +618,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path
     child = processes.start(
         with_a_full_disk_from, 2, ["train", recipe, "--name", "run"], folder=tmp_path / "child"
     )
-    assert child.wait() == 2
+    assert child.wait() == 2, child.err
     assert re.fullmatch(
         r"gruppo: the disk is full: .*step_000002 could not be written.*gruppo resume\.\n",
         child.err,

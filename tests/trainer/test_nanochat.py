@@ -13,6 +13,7 @@ from tests.collecting import collect
 from tests.test_examples import EXAMPLES, example
 
 from gruppo.build import Parts, build
+from gruppo.errors import DataError
 from gruppo.trainer.stages import step_params_at
 from gruppo.trainer.update import backward
 
@@ -40,10 +41,9 @@ def test_render_ends_where_the_assistant_answers_and_keeps_an_answer_that_is_beg
     question = [nanochat.BOS, nanochat.USER, *b"2+3", nanochat.USER_END, nanochat.ASSISTANT]
     assert chat.encode([user]) == question
     assert chat.encode([user, begun]) == [*question, *b"it is"]
-    again = [nanochat.ASSISTANT_END, nanochat.USER, *b"no", nanochat.USER_END, nanochat.ASSISTANT]
     answer, reply = [{"role": "assistant", "content": "4"}], [{"role": "user", "content": "no"}]
-    assert chat.encode_reply([user], answer, reply, is_closed=False) == again
-    assert chat.encode_reply([user], answer, reply, is_closed=True) == again[1:]
+    with pytest.raises(DataError, match="writes no messages after an answer"):
+        chat.encode_reply([user], answer, reply, is_closed=False)
 
 
 # --- the preset -----------------------------------------------------------------------------------

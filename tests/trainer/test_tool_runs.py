@@ -118,7 +118,7 @@ def test_a_run_with_lag_trains_from_what_its_environments_were_and_goes_on_from_
     assert Walk.alive == 0 and len(metrics(result.folder)) == 6
 
 
-def test_groups_grow_although_each_conversation_begins_differently(tmp_path):
+def test_groups_grow_although_each_prompt_begins_differently(tmp_path):
     run = run_in(
         tmp_path,
         **SETTINGS
@@ -127,13 +127,12 @@ def test_groups_grow_although_each_conversation_begins_differently(tmp_path):
             "environment__tools": [],
             "reward": [tiny.reward("digits")],
         },
-        objective__credit="return_to_go",
         objective__scale="none",
         rollout__first_samples=2,
         rollout__group_size=4,
     )
     collected, _ = step(run)
-    rollouts, scores = collected.rollouts, collected.scores
+    rollouts = collected.rollouts
     sizes = rollouts.group_ids.bincount().tolist()
     assert collected.metrics["growth/grown_rows_count"] == sum(sizes) - 2 * len(sizes) > 0
     heads = rollouts.mask.int().argmax(dim=1)
@@ -143,13 +142,7 @@ def test_groups_grow_although_each_conversation_begins_differently(tmp_path):
         assert prompt + rollouts.actions[row, : heads[row]].tolist() == run.policy.chat.encode(
             inputs
         )
-        ends = rollouts.per_row["turn_ends"][row]
-        scored = scores.steps["Wander"][row].isfinite().nonzero()[:, 0].tolist()
-        assert scored == [*ends[: len(scored)]] and rollouts.mask[row, scored].all()
-    assert (
-        scores.steps["Wander"].isfinite().any()
-        and not (collected.batch.loss_mask & ~collected.batch.rollouts.mask).any()
-    )
+    assert not (collected.batch.loss_mask & ~collected.batch.rollouts.mask).any()
     run.engine.close()
 
 
@@ -237,7 +230,7 @@ def test_a_run_whose_tools_have_changed_is_not_resumed_in_silence(tmp_path, opti
         ({"environment": f"{HERE}:double"}, "environment 'double' cannot be made: TypeError"),
         (
             {"reward": [tiny.reward("digits")], "scoring__weights": (1.0, 2.0)},
-            "3 reward weights for 2 rewards",
+            r"reward weights \[1.0, 2.0, 1.0\] for 2 rewards",
         ),
     ],
 )

@@ -216,11 +216,15 @@ def zero_spread(run: Record) -> Found:
 @rule("The warm-up is too long", "optim/lr", min_steps=1)
 def warmup_too_long(run: Record) -> Found:
     config = run.config
+    start = 0
     for index, stage in enumerate(config.plan[: run.stage_index + 1]):
         length = stage.steps or config.steps
-        warmup, option = config.optim.warmup_steps, "--optim.warmup-steps"
-        if stage.lr is not None:
-            warmup, option = stage.warmup_steps, run.option("warmup_steps", index)
+        warmup, option = stage.warmup_steps, run.option("warmup_steps", index)
+        # the run's warm-up may reach into a stage without a learning rate of its own
+        left = config.optim.warmup_steps - start
+        if stage.lr is None and left > warmup:
+            warmup, option = left, "--optim.warmup-steps"
+        start += length
         if warmup >= length >= 2:
             return (
                 f"The warm-up takes {warmup} steps and its stage has {length}. Metrics that do "

@@ -76,6 +76,12 @@ class Adapter:
                 "the adapter %s is for %s and is put on %s, whose layers have the same shapes.",
                 *(self.folder, self.base_names[0], base),
             )
+        elif self.base is not None and not is_known:
+            log.warning(
+                "the adapter %s was trained on a base of 4 bits and is put on one of full "
+                "precision, or the reverse: their weights cannot be compared.",
+                self.folder,
+            )
         with torch.no_grad():
             for name, parameter in lora.adapter_weights(module).items():
                 parameter.copy_(self.weights[name])
