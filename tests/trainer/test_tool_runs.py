@@ -135,13 +135,10 @@ def test_groups_grow_although_each_prompt_begins_differently(tmp_path):
     rollouts = collected.rollouts
     sizes = rollouts.group_ids.bincount().tolist()
     assert collected.metrics["growth/grown_rows_count"] == sum(sizes) - 2 * len(sizes) > 0
-    heads = rollouts.mask.int().argmax(dim=1)
-    assert (heads > 0).all() and not rollouts.per_row["environment_failure"][0]
+    assert not any(rollouts.per_row["environment_failure"])
     for row, inputs in enumerate(rollouts.per_row["inputs"]):
         prompt = rollouts.shared["prompt_ids"][int(rollouts.group_ids[row])].tolist()
-        assert prompt + rollouts.actions[row, : heads[row]].tolist() == run.policy.chat.encode(
-            inputs
-        )
+        assert prompt == run.policy.chat.encode(inputs)
     assert not (collected.batch.loss_mask & ~collected.batch.rollouts.mask).any()
     run.engine.close()
 
