@@ -301,7 +301,7 @@ class GRPOTrainer:
                     address = upload(
                         folder, repository, message=commit_message, token=token, revision=revision
                     )
-        return dist.all_gather(address.encode())[0].decode()  # only the first rank knows it
+        return dist.gather_json(address)[0]  # only the first rank knows it
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback of transformers, an object or a class."""
