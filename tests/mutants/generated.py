@@ -101,7 +101,7 @@ class Generated:
     @property
     def tests(self) -> tuple[str, ...]:
         """Tests or test files, below ``tests``, the ones about this function first."""
-        return tests_of(self.file, self.function) or _tests_of(self.file)
+        return (*tests_of(self.file, self.function), *_tests_of(self.file))
 
 
 def sample(count: int, seed: str) -> list[Generated]:
