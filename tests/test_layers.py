@@ -15,7 +15,6 @@ LAYERS: tuple[set[str], ...] = (
         "types",
         "protocols",
         "seeds",
-        "shapes",
         "loading",
         "platforms",
         "timeouts",
@@ -44,7 +43,7 @@ LAYERS: tuple[set[str], ...] = (
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 INTERNAL = {0, len(LAYERS) - 1}
 """Layers whose parts may import each other."""
-TORCH_ONLY = {"types", "seeds", "shapes", "core", "losses"}
+TORCH_ONLY = {"types", "seeds", "core", "losses"}
 
 
 def imports(tree: ast.Module, package: list[str]) -> set[str]:

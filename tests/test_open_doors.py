@@ -346,7 +346,6 @@ def test_the_question_lists_every_name(stranger, command):
     rewards = [
         "json:loads",
         "st/x.py/:f",
-        "code_tests:sandbox=podman run img",
         f"reward_model:{stranger.run},head=x",
     ]
     names = {
@@ -357,7 +356,7 @@ def test_the_question_lists_every_name(stranger, command):
     }
     stranger.edit(names)
     _, text = COMMANDS[command](str(stranger.run))
-    found = ("json:loads", "/st/x.py:f", "sandbox=podman", "/st/\u00e9.py:f", "stranger.x:f")
+    found = ("json:loads", "/st/x.py:f", "/st/\u00e9.py:f", "stranger.x:f")
     assert all(name in text for name in found), text
     stranger.edit(names | {"reward": ["json:loads"], "environment.tools": [], "track": []})
     stranger.attack([command], f"{stranger.run}/x.py:f")

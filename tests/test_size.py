@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from tests.size import SOURCE, by_part, measure, total
 
-TOKENS = 258_100
+TOKENS = 259_200
 """In all of ``src``. It may fall; a change that raises it says why."""
 DENSITY = 9.7
 """Tokens a code line, in all; half the lines of a dense file hold two thoughts."""
 DENSITY_OF_A_PART = 10.5
 PAGE_BYTES = 80_000
-LARGE = 51
+LARGE = 52
 """Functions above 400 syntax nodes or 18 names."""
 SPLATS = 0
 """Dicts of keywords that are built and splatted in the next statement."""

@@ -136,8 +136,6 @@ def test_every_entry_that_names_code_is_listed(tmp_path, capsys, clean, evil, en
         ({"track": ["wandb", "/x/t.so:T"], "data": "reasoning_gym:json",
           "supervised": {"data": "/x/rows.py:f"}},
          ["/x/rows.py:f"]),
-        ({"reward": ["code_tests:timeout_s=5,sandbox=podman run img", "code_tests"]},
-         ["code_tests:timeout_s=5,sandbox=podman run img"]),
         ({"restoration": {"consistency": "/x/c.py:blur"}, "trust_remote_code": False},
          ["/x/c.py:blur"]),
         ({"engine": {"kind": "vllm", "urls": ["http://a:8000", "b:1,c:2"],

@@ -73,7 +73,7 @@ def evaluate_run(
     """Evaluate a run's final model on its held-out prompts, or on other ``data``; return the result
     and each answer.
 
-    ``samples``: completions per prompt beside the greedy one, for mean@k and pass@k.
+    ``samples``: completions per prompt besides the greedy one, for mean@k and pass@k.
     """
     check_is_run(path)
     # servers hold other weights by now, or are gone

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gruppo.core.advantages import group_advantages
@@ -25,7 +25,6 @@ from gruppo.core.loss import LossInputs, policy_loss
 from gruppo.core.objective import GRPO, PPO, PRESETS, Objective
 from gruppo.core.returns import gae
 from gruppo.core.weights import loss_total, loss_weights
-from gruppo.shapes import BoolBT, FloatB, FloatBT, IntB, Scalar
 from gruppo.types import GruppoError, Likelihood, Stat
 
 __all__ = ["GRPOLoss", "PPOLoss", "compute_gae"]
@@ -49,16 +48,16 @@ class _PolicyLoss(nn.Module):
             _check_range(name, value, math.inf)
             setattr(self, name, value)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Scalar:
+    def forward(self, *args: Any, **kwargs: Any) -> Float[Tensor, ""]:
         """Loss to be minimized: the sum of ``terms``, which takes the same arguments."""
         return torch.stack(list(self.terms(*args, **kwargs)[0].values())).sum()
 
     def _terms(
         self,
         likelihood: Likelihood,
-        loss_mask: BoolBT,
+        loss_mask: Bool[Tensor, "B T"],
         coefficients: dict[str, float],
-        group_ids: IntB | None = None,
+        group_ids: Int[Tensor, "B"] | None = None,
         **inputs: Any,
     ) -> Terms:
         """``policy_loss`` with this batch as the whole update, and its terms times their
@@ -137,8 +136,8 @@ class GRPOLoss(_PolicyLoss):
         old_policy_logprobs: FloatRows | None,
         rewards: Tensor,
         reference_logprobs: FloatRows | None = None,
-        mask: BoolBT | None = None,
-        group_ids: IntB | None = None,
+        mask: Bool[Tensor, "B T"] | None = None,
+        group_ids: Int[Tensor, "B"] | None = None,
     ) -> Terms:
         """``policy`` and, with a KL in the loss, ``kl``; and statistics of ratio, clip, KL and
         rewards.
@@ -191,13 +190,13 @@ class GRPOLoss(_PolicyLoss):
 
 
 def compute_gae(
-    rewards: FloatBT,
-    values: FloatBT,
+    rewards: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"],
     gamma: float = 0.99,
     lam: float = 0.95,
-    mask: BoolBT | None = None,
-    bootstrap: FloatB | None = None,
-) -> tuple[FloatBT, FloatBT]:
+    mask: Bool[Tensor, "B T"] | None = None,
+    bootstrap: Float[Tensor, "B"] | None = None,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Advantages and returns (advantages + values) of each action, without gradient; see
     ``core.returns.gae``.
 
@@ -305,7 +304,7 @@ class PPOLoss(_PolicyLoss):
 
 def _rows(
     logprobs: Tensor, rewards: Tensor, mask: Tensor | None, group_ids: Tensor | None
-) -> tuple[FloatB, IntB, BoolBT]:
+) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"], Bool[Tensor, "B T"]]:
     """Rewards of rows, group ids from 0, and the mask."""
     if mask is None:
         if logprobs.shape != rewards.shape:

@@ -32,8 +32,8 @@ log = logging.getLogger("gruppo")
 STATE, TRUSTED = "GRUPPO_STATE", "GRUPPO_TRUSTED_RUNS"
 REMOTE_CODE = "trust_remote_code"
 """Setting of a config, and option of a reward model: code of a hub model's repository runs."""
-RUNS_CODE = re.compile(rf"\b({REMOTE_CODE}\s*=(?!\s*false\b)|sandbox\s*=\s*\S)", re.IGNORECASE)
-"""Options of a reward that run a repository's code, or a command."""
+RUNS_CODE = re.compile(rf"\b{REMOTE_CODE}\s*=(?!\s*false\b)", re.IGNORECASE)
+"""The option of a reward that runs a repository's code."""
 SERVERS = {"urls": "engine.urls=", "publish_dir": "engine.publish_dir="}
 """Entries of a config's engine: servers that get the key of this user, and a folder that is written
 to."""

@@ -162,6 +162,32 @@ def test_bf16_logits_are_drawn_and_scored_in_float32():
     assert apply_temperature(logits, 1.0).dtype == torch.float32
 
 
+@pytest.mark.silent_bug(7)
+@pytest.mark.parametrize("shortlist", [1, 8, 256])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in KINDS if len(kind) > 1] + [{"temperature": 1.0, "top_p": 0.999}],
+    ids=str,
+)
+def test_a_truncated_draw_is_that_of_the_whole_truncation_however_many_actions_are_ordered_first(
+    kind, dtype, shortlist, monkeypatch
+):
+    """Rows with many actions on the edge among them: all equal, or rounded to few different
+    numbers."""
+    monkeypatch.setattr("gruppo.core.distributions.SHORTLIST", shortlist)
+    logits = random_logits(40, dtype=dtype)
+    logits[3] = 0
+    logits[4:8] = logits[4:8].round()
+    logits[8:12, ::3] = -INF
+    choices = {name: value for name, value in kind.items() if name != "temperature"}
+    whole = apply_top_k_top_p(apply_temperature(logits, kind["temperature"]), **choices)
+    plain = sample_categorical(whole, grid(40), temperature=1.0)
+    actions, logprobs = sample_categorical(logits, grid(40), **kind)
+    assert torch.equal(actions, plain[0])
+    torch.testing.assert_close(logprobs, plain[1], rtol=1e-6, atol=2e-6)
+
+
 def test_rows_are_drawn_from_alike_however_many_are_worked_on_at_a_time(monkeypatch):
     logits, choices = random_logits(40, dtype=torch.float32), {"temperature": 0.7, "top_p": 0.9}
     together = sample_categorical(logits, grid(40), **choices)

@@ -120,7 +120,9 @@ def eval_(
     *,
     prompts: Annotated[int, "Number of held-out prompts."] = 256,
     data: Annotated[str, "Data to evaluate on; default: the run's held-out prompts."] = "",
-    samples: Annotated[int, "Samples per prompt beside the greedy one, for mean@k and pass@k."] = 0,
+    samples: Annotated[
+        int, "Samples per prompt besides the greedy one, for mean@k and pass@k."
+    ] = 0,
     show: Annotated[int, "Number of answers to print."] = 5,
     trust_run: TrustRun = False,
     trust_remote_code: TrustRemoteCode = False,

@@ -393,7 +393,7 @@ class EvaluationConfig:
     on.
     """
     samples: Count = 0
-    """Samples per prompt beside the greedy one, for mean@k and pass@k; 0 disables.
+    """Samples per prompt besides the greedy one, for mean@k and pass@k; 0 disables.
 
     Sampled as in training.
     """
@@ -552,11 +552,11 @@ class PlanOptions:
 
     gpus: Positive = 1
     """Number of GPUs."""
-    tflops: NonNegative = 989.0
+    tflops: Annotated[float, Range(gt=0)] = 989.0
     """Dense bfloat16 teraflops of a GPU, by its data sheet."""
-    bandwidth: NonNegative = 3.35
+    bandwidth: Annotated[float, Range(gt=0)] = 3.35
     """Terabytes per second of a GPU's memory."""
-    memory: NonNegative = 80.0
+    memory: Annotated[float, Range(gt=0)] = 80.0
     """Gibibytes of a GPU's memory."""
     mean_tokens: NonNegative = 0.0
     """Mean length of a completion; default: half of rollout.max_new_tokens."""

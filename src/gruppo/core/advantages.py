@@ -19,7 +19,6 @@ from gruppo.core.groups import (
     has_no_spread,
     rounding_error,
 )
-from gruppo.shapes import BoolBT, FloatB, FloatBT, IntB
 
 Baseline = Literal["none", "mean", "leave_one_out", "batch_mean", "running", "prompt", "critic"]
 Scale = Literal["none", "group", "batch", "running", "prompt"]
@@ -44,9 +43,9 @@ class Ema(NamedTuple):
 
 
 def group_advantages(
-    rewards: FloatB,
-    group_ids: IntB,
-    mask: BoolBT | None = None,
+    rewards: Float[Tensor, "B"],
+    group_ids: Int[Tensor, "B"],
+    mask: Bool[Tensor, "B T"] | None = None,
     *,
     baseline: Baseline,
     scale: Scale,
@@ -54,7 +53,7 @@ def group_advantages(
     decay: float = 0.99,
     state: Mapping[str, Any] | None = None,
     prompt_ids: Sequence[str] | None = None,
-    owners: IntB | None = None,
+    owners: Int[Tensor, "B"] | None = None,
     all_sum: AllSum = lambda x: x,
     all_gather: AllGather = lambda x: [x],
 ) -> tuple[Float[Tensor, "B *T"], dict[str, Any]]:
@@ -176,8 +175,8 @@ def _moving(state: dict[str, Any], name: str, total: Tensor, count: Tensor, deca
 
 
 def step_advantages(
-    rewards: FloatBT, group_ids: Int[Tensor, "B *T"], **choices: Any
-) -> tuple[FloatBT, dict[str, Any]]:
+    rewards: Float[Tensor, "B T"], group_ids: Int[Tensor, "B *T"], **choices: Any
+) -> tuple[Float[Tensor, "B T"], dict[str, Any]]:
     """``group_advantages`` of step rewards: all steps of a group are compared, wherever they end.
 
     ``group_ids``: of rows, or [B, T] of single steps, such as patches of an image.
@@ -195,7 +194,9 @@ def step_advantages(
     ), state
 
 
-def normalized_rewards(rewards: FloatB, group_ids: IntB) -> FloatB:
+def normalized_rewards(
+    rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]
+) -> Float[Tensor, "B"]:
     """(r - mean) / std of its group (ddof 1): GRPO's advantage without eps. 0 without spread, NaN
     where not scored.
 
@@ -206,13 +207,13 @@ def normalized_rewards(rewards: FloatB, group_ids: IntB) -> FloatB:
 
 
 def normalized_sum(
-    advantages: Sequence[FloatB],
+    advantages: Sequence[Float[Tensor, "B"]],
     weights: Sequence[float],
     scored: Bool[Tensor, "B"],
     *,
     eps: float = 1e-4,
     all_sum: AllSum = lambda x: x,
-) -> FloatB:
+) -> Float[Tensor, "B"]:
     """Weighted sum of rewards that were each normalized by themselves, normalized over the batch.
 
     A = (S - mean S) / (std S + eps),  S = sum_k w_k A_k, with ddof 1 over the scored rows of all

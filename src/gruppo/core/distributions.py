@@ -19,20 +19,23 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from gruppo.core.linear_head import EntropyMode, is_plain_linear, linear_categorical
-from gruppo.shapes import FloatBT, FloatN, FloatNV, IntN
 
 CDF_BLOCK = 256
 """Columns summed at once by the two-level inverse CDF."""
 LOGITS_PER_PASS = 2**19
 """Logits that ``sample_categorical`` works on at a time on a CPU, so that intermediate results stay
 in its cache."""
+SHORTLIST = 256
+"""Initial number of sorted actions when sampling a truncated distribution."""
 LOG_2_PI = math.log(2 * math.pi)
 
 
 # --- temperature, top-k and top-p -----------------------------------------------------------------
 
 
-def apply_temperature(logits: FloatNV, temperature: Tensor | float) -> FloatNV:
+def apply_temperature(
+    logits: Float[Tensor, "N V"], temperature: Tensor | float
+) -> Float[Tensor, "N V"]:
     """Logits in float32 at least, divided by the temperature. Dividing log-probabilities instead
     would be wrong."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -42,12 +45,12 @@ def apply_temperature(logits: FloatNV, temperature: Tensor | float) -> FloatNV:
 
 
 def apply_top_k_top_p(
-    logits: FloatNV,
+    logits: Float[Tensor, "N V"],
     *,
     top_k: int = 0,
     top_p: float = 1.0,
-    always: IntN | None = None,
-) -> FloatNV:
+    always: Int[Tensor, "N"] | None = None,
+) -> Float[Tensor, "N V"]:
     """-inf outside the top-k set, then outside the smallest set whose probability reaches top_p (at
     least one stays).
 
@@ -69,7 +72,7 @@ def apply_top_k_top_p(
     return logits.masked_fill(~kept, -torch.inf)
 
 
-def _nucleus(p: FloatNV, top_p: float) -> Bool[Tensor, "N V"]:
+def _nucleus(p: Float[Tensor, "N V"], top_p: float) -> Bool[Tensor, "N V"]:
     """The most likely actions until they reach ``top_p``; ties go to the first."""
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
     # the mass before this action is still short of top_p
@@ -81,18 +84,19 @@ def _nucleus(p: FloatNV, top_p: float) -> Bool[Tensor, "N V"]:
 
 
 def sample_categorical(
-    logits: FloatNV,
-    uniforms: FloatN,
+    logits: Float[Tensor, "N V"],
+    uniforms: Float[Tensor, "N"],
     *,
     temperature: float,
     top_k: int = 0,
     top_p: float = 1.0,
-) -> tuple[IntN, FloatN]:
+) -> tuple[Int[Tensor, "N"], Float[Tensor, "N"]]:
     """Actions by the inverse CDF at the given uniforms, and their log-probabilities. Temperature 0
     is the argmax.
 
     One uniform per action makes every sample addressable. The CDF is summed in blocks, so no [N, V]
-    cumulative sum is formed. A greedy action has its log-probability at temperature 1.
+    cumulative sum is formed; that of a truncated distribution is over the likely actions alone. A
+    greedy action has its log-probability at temperature 1.
     """
     rows = LOGITS_PER_PASS // logits.shape[-1] if logits.device.type == "cpu" else len(logits)
     parts = []
@@ -104,13 +108,18 @@ def sample_categorical(
             logprobs = scaled.gather(-1, actions[:, None])[:, 0] - scaled.logsumexp(dim=-1)
             parts.append((actions, logprobs))
         else:
-            kept = apply_top_k_top_p(scaled, top_k=top_k, top_p=top_p)
-            parts.append(_sample_logits(kept, uniforms[part].to(logits.device)))
+            own_uniforms = uniforms[part].to(logits.device)
+            if 0 < top_k < logits.shape[-1] or top_p < 1:
+                parts.append(_sample_truncated(scaled, own_uniforms, top_k, top_p))
+            else:
+                parts.append(_sample_logits(scaled, own_uniforms))
     actions, logprobs = (torch.cat(column) for column in zip(*parts, strict=True))
     return actions, logprobs
 
 
-def _sample_logits(logits: FloatNV, uniforms: FloatN) -> tuple[Tensor, Tensor]:
+def _sample_logits(
+    logits: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"]
+) -> tuple[Tensor, Tensor]:
     """First action whose cumulative probability exceeds the uniform, found by block and then within
     the block."""
     p = logits.softmax(dim=-1)  # in one pass over memory, unlike exp and sum
@@ -131,7 +140,7 @@ def _sample_logits(logits: FloatNV, uniforms: FloatN) -> tuple[Tensor, Tensor]:
     return actions, p.gather(-1, actions[:, None])[:, 0].log()
 
 
-def _invert_cdf(mass: Float[Tensor, "N C"], target: FloatN) -> tuple[Tensor, Tensor]:
+def _invert_cdf(mass: Float[Tensor, "N C"], target: Float[Tensor, "N"]) -> tuple[Tensor, Tensor]:
     """First index whose cumulative mass exceeds the target, and the target minus the mass before
     the index.
 
@@ -145,18 +154,53 @@ def _invert_cdf(mass: Float[Tensor, "N C"], target: FloatN) -> tuple[Tensor, Ten
     return index, (target - before).clamp(min=0)
 
 
+def _sample_truncated(
+    logits: Float[Tensor, "N V"], uniforms: Float[Tensor, "N"], top_k: int, top_p: float
+) -> tuple[Tensor, Tensor]:
+    """``_sample_logits`` of ``apply_top_k_top_p``, sorting only a shortlist of the most likely
+    actions.
+
+    A row whose truncated set may extend beyond its shortlist gets a longer one. Actions that tie
+    with the edge of the set must be on the list; it is in the order of the vocabulary, as without a
+    shortlist.
+    """
+    rows, vocabulary = logits.shape
+    actions, logprobs = logits.new_zeros(rows, dtype=torch.long), logits.new_zeros(rows)
+    pending = torch.arange(rows, device=logits.device)
+    width = max(SHORTLIST, 2 * top_k)
+    while len(pending):
+        some, width = logits[pending], min(width, vocabulary)
+        values, ids = some.topk(width, dim=-1)
+        ids, by_id = ids.sort(dim=-1)
+        lowest, values = values[:, -1:], values.gather(-1, by_id)
+        if 0 < top_k < vocabulary:
+            values = apply_top_k_top_p(values, top_k=top_k, top_p=1.0)
+            is_whole = (values > lowest) | values.isneginf()
+            values = apply_top_k_top_p(values, top_p=top_p)
+        else:
+            p = some.softmax(dim=-1).gather(-1, ids)
+            kept = _nucleus(p, top_p)
+            is_whole = (p > p.amin(dim=-1, keepdim=True)) | ~kept
+            values = values.masked_fill(~kept, -torch.inf)
+        sampled, logprobs[pending] = _sample_logits(values, uniforms[pending])
+        actions[pending] = ids.gather(-1, sampled[:, None])[:, 0]
+        pending = pending[~(is_whole.all(dim=-1) | (width == vocabulary))]
+        width *= 16
+    return actions, logprobs
+
+
 # --- scoring --------------------------------------------------------------------------------------
 
 
 def categorical(
-    logits: FloatNV,
-    actions: IntN,
-    temperature: FloatN,
+    logits: Float[Tensor, "N V"],
+    actions: Int[Tensor, "N"],
+    temperature: Float[Tensor, "N"],
     *,
     top_k: int = 0,
     top_p: float = 1.0,
     entropy: EntropyMode = "none",
-) -> tuple[FloatN, FloatN | None]:
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
     """Log-probabilities of the actions under the distribution that ``sample_categorical`` samples,
     and its entropy."""
     if entropy == "gradient":
@@ -217,14 +261,14 @@ class _CategoricalLogprob(torch.autograd.Function):
 def chunked_categorical(
     features: Float[Tensor, "N D"],
     head: Callable[[Tensor], Tensor],
-    actions: IntN,
-    temperature: FloatN,
+    actions: Int[Tensor, "N"],
+    temperature: Float[Tensor, "N"],
     *,
     chunk: int = 256,
     top_k: int = 0,
     top_p: float = 1.0,
     entropy: EntropyMode = "none",
-) -> tuple[FloatN, FloatN | None]:
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
     """``categorical`` of ``head(features)`` without holding its logits [N, V].
 
     With an ``nn.Linear`` and no truncation, in blocks of the vocabulary (``linear_categorical``).
@@ -256,7 +300,7 @@ def chunked_categorical(
 def possible_actions(
     features: Float[Tensor, "N D"],
     head: nn.Linear,
-    actions: IntN,
+    actions: Int[Tensor, "N"],
     top_k: int,
     chunk: int,
 ) -> Int[Tensor, "C"]:
@@ -286,7 +330,7 @@ def like_events(std: Tensor, mean: Float[Tensor, "b t ..."]) -> Float[Tensor, "b
     return std.double().reshape(*std.shape, *[1] * (mean.ndim - std.ndim))
 
 
-def sum_events(nats: Tensor, mean: Float[Tensor, "b t ..."]) -> FloatBT:
+def sum_events(nats: Tensor, mean: Float[Tensor, "b t ..."]) -> Float[Tensor, "B T"]:
     """Sum over event dimensions, those after the first two of the mean."""
     nats = nats.expand(mean.shape)
     return nats.flatten(2).sum(dim=-1) if mean.ndim > 2 else nats
@@ -294,7 +338,7 @@ def sum_events(nats: Tensor, mean: Float[Tensor, "b t ..."]) -> FloatBT:
 
 def gaussian_logprob(
     x: Float[Tensor, "b t ..."], mean: Float[Tensor, "b t ..."], std: Tensor
-) -> FloatBT:
+) -> Float[Tensor, "B T"]:
     """log N(x; mean, std^2 I) = -|x - mean|^2 / (2 std^2) - d log std - (d / 2) log 2 pi, over
     event dimensions.
 
@@ -306,6 +350,6 @@ def gaussian_logprob(
     return sum_events(-z.square() / 2 - std.log() - LOG_2_PI / 2, mean)
 
 
-def gaussian_entropy(mean: Float[Tensor, "b t ..."], std: Tensor) -> FloatBT:
+def gaussian_entropy(mean: Float[Tensor, "b t ..."], std: Tensor) -> Float[Tensor, "B T"]:
     """d log std + (d / 2) (1 + log 2 pi), float64. Only the shape of ``mean`` is used."""
     return sum_events(like_events(std, mean).log() + (1 + LOG_2_PI) / 2, mean)

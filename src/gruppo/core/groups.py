@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-
-from gruppo.shapes import FloatB, FloatP, IntB, Scalar
 
 AllSum = Callable[[Tensor], Tensor]
 """Sum of a tensor over ranks. The identity in one process."""
@@ -21,12 +19,14 @@ AllGather = Callable[[Any], list[Any]]
 """Objects of all ranks, in order of rank. A list of one in one process."""
 
 
-def group_sum(x: FloatB, group_ids: IntB) -> FloatP:
+def group_sum(x: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "P"]:
     """Sum of each group's entries."""
     return x.new_zeros(_num_groups(group_ids)).index_add(0, group_ids, x)
 
 
-def group_reduce(rewards: FloatB, group_ids: IntB, how: Literal["mean", "amax", "amin"]) -> FloatP:
+def group_reduce(
+    rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"], how: Literal["mean", "amax", "amin"]
+) -> Float[Tensor, "P"]:
     """Mean, maximum or minimum of each group's scored rewards, float64. NaN for a group without
     any."""
     scored = rewards.isfinite()
@@ -38,7 +38,7 @@ def group_reduce(rewards: FloatB, group_ids: IntB, how: Literal["mean", "amax", 
     )
 
 
-def group_std(rewards: FloatB, group_ids: IntB) -> FloatP:
+def group_std(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Float[Tensor, "P"]:
     """Standard deviation (ddof 1) of each group's scored rewards, float64. NaN for a group with
     fewer than two."""
     scored = rewards.isfinite()
@@ -49,14 +49,16 @@ def group_std(rewards: FloatB, group_ids: IntB) -> FloatP:
     return (square / (count - 1).where(count > 1, torch.nan)).sqrt()
 
 
-def group_deviations(rewards: FloatB, group_ids: IntB) -> FloatB:
+def group_deviations(
+    rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]
+) -> Float[Tensor, "B"]:
     """r - mean of its group, float64. Exactly 0 in a group without spread; NaN where not scored."""
     deviation = rewards.double() - group_reduce(rewards, group_ids, "mean")[group_ids]
     deviation = torch.where(has_no_spread(rewards, group_ids)[group_ids], 0.0, deviation)
     return torch.where(rewards.isfinite(), deviation, torch.nan)
 
 
-def has_no_spread(rewards: FloatB, group_ids: IntB) -> Bool[Tensor, "P"]:
+def has_no_spread(rewards: Float[Tensor, "B"], group_ids: Int[Tensor, "B"]) -> Bool[Tensor, "P"]:
     """Groups with fewer than two scored rewards, or whose rewards are equal up to 4 rounding errors
     of their dtype."""
     high, low = (group_reduce(rewards, group_ids, how) for how in ("amax", "amin"))
@@ -67,7 +69,7 @@ def has_no_spread(rewards: FloatB, group_ids: IntB) -> Bool[Tensor, "P"]:
 
 def batch_moments(
     x: Tensor, kept: Bool[Tensor, "..."], all_sum: AllSum
-) -> tuple[Tensor, Scalar, Scalar]:
+) -> tuple[Tensor, Float[Tensor, ""], Float[Tensor, ""]]:
     """Over the kept entries of all ranks, float64: x - mean (0 where not kept), variance (ddof 1),
     mean magnitude."""
     x = torch.where(kept, x, 0).double()
@@ -87,7 +89,7 @@ def rounding_error(rewards: Tensor, magnitude: Tensor) -> Tensor:
 
 
 def allocate_samples(
-    std: FloatP, sizes: Int[Tensor, "P"], *, budget: int, cap: int
+    std: Float[Tensor, "P"], sizes: Int[Tensor, "P"], *, budget: int, cap: int
 ) -> Int[Tensor, "P"]:
     """Number of further samples of each group, ``budget`` in all, so that group means are estimated
     best.

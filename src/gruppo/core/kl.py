@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gruppo.core.distributions import like_events, sum_events
 from gruppo.core.surrogates import importance_ratio
-from gruppo.shapes import BoolBT, FloatBT
 from gruppo.types import Gaussian
 
 Estimator = Literal["k1", "k2", "k3", "exact"]
@@ -18,14 +17,14 @@ KlGradient = Literal["unbiased", "naive"]
 
 
 def kl_penalty(
-    logprobs: FloatBT,
-    ref_logprobs: FloatBT,
-    log_ratio: FloatBT,
-    loss_mask: BoolBT,
+    logprobs: Float[Tensor, "B T"],
+    ref_logprobs: Float[Tensor, "B T"],
+    log_ratio: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     *,
     estimator: Estimator,
     gradient: KlGradient = "unbiased",
-) -> FloatBT:
+) -> Float[Tensor, "B T"]:
     """KL(policy || reference) of each kept action in nats, given its prefix; 0 where not kept.
 
     With delta = ref_logprobs - logprobs (Schulman 2020, "Approximating KL divergence"):
@@ -58,7 +57,7 @@ def kl_penalty(
 
 def gaussian_kl(
     mean: Float[Tensor, "b t ..."], std: Tensor, ref_mean: Float[Tensor, "b t ..."], ref_std: Tensor
-) -> FloatBT:
+) -> Float[Tensor, "B T"]:
     """KL(policy || reference) of diagonal normals, exact, in nats, summed over event dimensions in
     float64.
 
@@ -73,7 +72,9 @@ def gaussian_kl(
     return sum_events(log_ratio + square / (2 * ref_std.square()) - 0.5, mean)
 
 
-def masked_gaussian_kl(policy: Gaussian, reference: Gaussian, loss_mask: BoolBT) -> FloatBT:
+def masked_gaussian_kl(
+    policy: Gaussian, reference: Gaussian, loss_mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
     """``gaussian_kl`` of each kept action, 0 elsewhere; with a gradient for the policy alone."""
 
     def kept(x: Tensor, fill: float) -> Tensor:

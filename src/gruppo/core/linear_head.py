@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gruppo.core.compiled import Compiled
-from gruppo.shapes import FloatN, IntN
 
 EntropyMode = Literal["none", "value", "gradient"]
 """Whether the entropy is computed, and whether it can be differentiated."""
@@ -58,10 +57,10 @@ def is_plain_linear(module: Any) -> TypeGuard[nn.Linear]:
 def linear_categorical(
     features: Float[Tensor, "N D"],
     head: nn.Linear,
-    actions: IntN,
-    temperature: FloatN,
+    actions: Int[Tensor, "N"],
+    temperature: Float[Tensor, "N"],
     entropy: EntropyMode,
-) -> tuple[FloatN, FloatN | None]:
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
     """``categorical`` of the logits z = (W x + b) / temperature.
 
     Block b of the vocabulary holds the share s_b = exp(log sum_b exp z - log sum exp z) of the

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gruppo.core import surrogates
@@ -14,7 +15,6 @@ from gruppo.core.kl import kl_penalty, masked_gaussian_kl
 from gruppo.core.objective import Objective
 from gruppo.core.surrogates import OwnSurrogate, log_ratio, value_loss
 from gruppo.core.weights import correction_weights
-from gruppo.shapes import BoolBT, FloatBT, Scalar
 from gruppo.types import Gaussian, GruppoError, Likelihood, Stat
 
 
@@ -22,18 +22,18 @@ from gruppo.types import Gaussian, GruppoError, Likelihood, Stat
 class LossInputs:
     """Inputs of the loss of a micro-batch besides the likelihood."""
 
-    advantages: FloatBT
-    loss_mask: BoolBT
-    weights: FloatBT
+    advantages: Float[Tensor, "B T"]
+    loss_mask: Bool[Tensor, "B T"]
+    weights: Float[Tensor, "B T"]
     """``loss_weights`` of the whole update, cut to the micro-batch."""
-    old_logprobs: FloatBT | None = None
+    old_logprobs: Float[Tensor, "B T"] | None = None
     """None: the current ones, detached (every row enters exactly one update)."""
     ref: Likelihood | None = None
-    sampler_logprobs: FloatBT | None = None
+    sampler_logprobs: Float[Tensor, "B T"] | None = None
     """For a correction."""
-    old_values: FloatBT | None = None
+    old_values: Float[Tensor, "B T"] | None = None
     """The critic's, stored when the batch was collected."""
-    returns: FloatBT | None = None
+    returns: Float[Tensor, "B T"] | None = None
     dims: int = 1
     """Dimensions of one action."""
     old_gaussian: Gaussian | None = None
@@ -45,7 +45,7 @@ def policy_loss(
     batch: LossInputs,
     objective: Objective,
     own_surrogate: OwnSurrogate | None = None,
-) -> tuple[dict[str, Scalar], dict[str, Stat]]:
+) -> tuple[dict[str, Float[Tensor, ""]], dict[str, Stat]]:
     """Terms of one micro-batch, each weighted and summed, and the statistics of its kept actions by
     metric name.
 
@@ -154,12 +154,12 @@ def policy_loss(
 
 def _surrogate_losses(
     o: Objective,
-    ratio: FloatBT,
-    logprobs: FloatBT,
-    advantages: FloatBT,
-    loss_mask: BoolBT,
+    ratio: Float[Tensor, "B T"],
+    logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     own_surrogate: OwnSurrogate | None,
-) -> FloatBT:
+) -> Float[Tensor, "B T"]:
     """The surrogate of each action, unreduced; ``ratio`` is its logarithm."""
     low, high = clip_range(o)
     if o.surrogate == "clip":
@@ -190,7 +190,9 @@ def _surrogate_losses(
     return losses
 
 
-def critic_loss(values: FloatBT, batch: LossInputs, objective: Objective) -> tuple[Scalar, Stat]:
+def critic_loss(
+    values: Float[Tensor, "B T"], batch: LossInputs, objective: Objective
+) -> tuple[Float[Tensor, ""], Stat]:
     """Weighted and summed ``value_loss``, and the fraction of values outside the value clip."""
     assert batch.returns is not None
     loss = value_loss(
@@ -211,5 +213,5 @@ def clip_range(objective: Objective) -> tuple[float, float]:
     return objective.clip_low, objective.clip_high
 
 
-def _weighted_sum(weights: Tensor, loss_mask: Tensor, per_action: Tensor) -> Scalar:
+def _weighted_sum(weights: Tensor, loss_mask: Tensor, per_action: Tensor) -> Float[Tensor, ""]:
     return (weights.to(per_action.dtype) * torch.where(loss_mask, per_action, 0)).sum()

@@ -7,12 +7,13 @@ False (a tool's output, padding) neither discount nor count.
 from __future__ import annotations
 
 import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from gruppo.core.groups import AllSum, batch_moments
-from gruppo.shapes import BoolBT, FloatB, FloatBT, IntB
 
 
-def place_score(score: FloatB, mask: BoolBT) -> FloatBT:
+def place_score(score: Float[Tensor, "B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """Score of a row as the reward of its last kept action, 0 elsewhere. Scores that are not finite
     are not placed."""
     later = mask.flip(1).cumsum(dim=1).flip(1)  # kept actions from here on
@@ -20,7 +21,9 @@ def place_score(score: FloatB, mask: BoolBT) -> FloatBT:
     return torch.where(last & score.isfinite()[:, None], score[:, None], 0.0).to(score.dtype)
 
 
-def overlong_penalty(lengths: IntB, *, max_length: int, cache: int) -> FloatB:
+def overlong_penalty(
+    lengths: Int[Tensor, "B"], *, max_length: int, cache: int
+) -> Float[Tensor, "B"]:
     """Soft overlong punishment: 0 up to max_length - cache, then linear to -1 at max_length.
 
     DAPO (arXiv 2503.14476), eq. 13.
@@ -29,7 +32,9 @@ def overlong_penalty(lengths: IntB, *, max_length: int, cache: int) -> FloatB:
     return -(over / max(cache, 1)).clamp(0, 1).float()
 
 
-def broadcast_step_values(values: FloatBT, is_step: BoolBT, mask: BoolBT) -> FloatBT:
+def broadcast_step_values(
+    values: Float[Tensor, "B T"], is_step: Bool[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
     """Value of its step for each kept action: that of the first step end (``is_step``) at or after
     the action.
 
@@ -46,7 +51,9 @@ def broadcast_step_values(values: FloatBT, is_step: BoolBT, mask: BoolBT) -> Flo
     return torch.where(mask & (ends >= 0), values.gather(1, ends.clamp(min=0)), 0.0)
 
 
-def returns_to_go(rewards: FloatBT, mask: BoolBT, *, gamma: float = 1.0) -> FloatBT:
+def returns_to_go(
+    rewards: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, gamma: float = 1.0
+) -> Float[Tensor, "B T"]:
     """R_t = r_t + gamma R_(t+1); 0 where not kept. Computed in float64, returned in the rewards'
     dtype.
 
@@ -56,14 +63,14 @@ def returns_to_go(rewards: FloatBT, mask: BoolBT, *, gamma: float = 1.0) -> Floa
 
 
 def gae(
-    rewards: FloatBT,
-    values: FloatBT,
-    mask: BoolBT,
+    rewards: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
-    bootstrap: FloatB | None = None,
-) -> tuple[FloatBT, FloatBT]:
+    bootstrap: Float[Tensor, "B"] | None = None,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Generalized advantage estimates, and the returns A + V that the critic learns.
 
     delta_t = r_t + gamma V_(t+1) - V_t;  A_t = delta_t + gamma lam A_(t+1);  0 where not kept.
@@ -89,12 +96,12 @@ def gae(
 
 
 def whiten(
-    x: FloatBT,
-    loss_mask: BoolBT,
+    x: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     *,
     all_sum: AllSum = lambda x: x,
     eps: float = 1e-8,
-) -> FloatBT:
+) -> Float[Tensor, "B T"]:
     """(x - mean) / sqrt(var + eps) over the kept actions of all ranks (ddof 1), as TRL and verl; 0
     where not kept.
 

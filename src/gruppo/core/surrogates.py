@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
-
-from gruppo.shapes import BoolBT, FloatBT
 
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 SURROGATES = ("clip", "cispo", "sapo", "vespo", "reinforce")
@@ -27,20 +26,20 @@ VESPO_MIN_LOG_WEIGHT = -18.420680743952367
 """log 1e-8, as in TRL."""
 
 
-def importance_ratio(log_ratio: FloatBT) -> FloatBT:
+def importance_ratio(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """exp(log_ratio), at most e^20 and without a gradient there: an action half a billion times
     likelier is stopped."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def log_ratio(
-    logprobs: FloatBT,
-    old_logprobs: FloatBT,
-    loss_mask: BoolBT,
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     *,
     level: RatioLevel = "token",
     dims: int = 1,
-) -> FloatBT:
+) -> Float[Tensor, "B T"]:
     """``logprobs - old_logprobs`` where kept, 0 elsewhere. Masked entries may hold anything, NaN
     included.
 
@@ -59,13 +58,13 @@ def log_ratio(
 
 
 def clip_surrogate(
-    log_ratio: FloatBT,
-    advantages: FloatBT,
+    log_ratio: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
     *,
     low: float,
     high: float,
     dual: float | None = None,
-) -> FloatBT:
+) -> Float[Tensor, "B T"]:
     """Clipped surrogate of PPO, per action.
 
     L = -min(r A, clip(r, 1 - low, 1 + high) A),  r = exp(log_ratio). Schulman et al. 2017 (arXiv
@@ -81,14 +80,14 @@ def clip_surrogate(
 
 
 def cispo_surrogate(
-    log_ratio: FloatBT,
-    logprobs: FloatBT,
-    advantages: FloatBT,
-    loss_mask: BoolBT,
+    log_ratio: Float[Tensor, "B T"],
+    logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     *,
     low: float,
     high: float,
-) -> FloatBT:
+) -> Float[Tensor, "B T"]:
     """L = -stopgrad(clip(r, 1 - low, 1 + high)) A logprobs: every action keeps its gradient, with a
     bounded weight.
 
@@ -100,12 +99,12 @@ def cispo_surrogate(
 
 
 def sapo_surrogate(
-    log_ratio: FloatBT,
-    advantages: FloatBT,
+    log_ratio: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
     *,
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
-) -> FloatBT:
+) -> Float[Tensor, "B T"]:
     """L = -sigmoid(tau (r - 1)) 4 / tau A, a soft gate with slope 1 at r = 1; tau_pos where A > 0.
 
     SAPO (arXiv 2511.20347).
@@ -115,11 +114,11 @@ def sapo_surrogate(
 
 
 def vespo_surrogate(
-    log_ratio: FloatBT,
-    logprobs: FloatBT,
-    advantages: FloatBT,
-    loss_mask: BoolBT,
-) -> FloatBT:
+    log_ratio: Float[Tensor, "B T"],
+    logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
+) -> Float[Tensor, "B T"]:
     """L = -stopgrad(phi(w)) A logprobs,  phi(w) = w^k exp(lam (1 - w)),  w = exp(sum of the row's
     log-ratios).
 
@@ -134,20 +133,22 @@ def vespo_surrogate(
     return -phi * advantages * torch.where(loss_mask, logprobs, 0)
 
 
-def reinforce_surrogate(logprobs: FloatBT, advantages: FloatBT, loss_mask: BoolBT) -> FloatBT:
+def reinforce_surrogate(
+    logprobs: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], loss_mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
     """L = -A logprobs, with 0 where not kept. Williams 1992; no correction for data of an older
     policy."""
     return -advantages * torch.where(loss_mask, logprobs, 0)
 
 
 def value_loss(
-    values: FloatBT,
-    old_values: FloatBT | None,
-    returns: FloatBT,
-    loss_mask: BoolBT,
+    values: Float[Tensor, "B T"],
+    old_values: Float[Tensor, "B T"] | None,
+    returns: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     *,
     clip: float = 0.0,
-) -> FloatBT:
+) -> Float[Tensor, "B T"]:
     """L = 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), with 0 where not kept.
 
     ``old_values`` are those stored when the batch was collected; ``clip`` 0 gives the plain squared

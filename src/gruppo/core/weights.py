@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-
-from gruppo.shapes import BoolBT, FloatBT, IntB, Scalar
 
 Average = Literal["sequence", "token", "prompt", "constant", "sequence_sum", "sum"]
 Correction = Literal["none", "truncate", "mask"]
@@ -16,12 +15,12 @@ CorrectionLevel = Literal["token", "sequence"]
 
 
 def loss_total(
-    loss_mask: BoolBT,
+    loss_mask: Bool[Tensor, "B T"],
     *,
     average: Average,
     max_length: int,
-    group_ids: IntB | None = None,
-) -> Scalar:
+    group_ids: Int[Tensor, "B"] | None = None,
+) -> Float[Tensor, ""]:
     """Denominator of one update, to be summed over all ranks. float64.
 
     ``token``: kept actions. ``prompt``: groups (``group_ids``) with a non-empty row. ``sequence``,
@@ -43,12 +42,12 @@ def loss_total(
 
 
 def loss_weights(
-    loss_mask: BoolBT,
+    loss_mask: Bool[Tensor, "B T"],
     *,
     average: Average,
     total: Tensor | float,
-    group_ids: IntB | None = None,
-) -> FloatBT:
+    group_ids: Int[Tensor, "B"] | None = None,
+) -> Float[Tensor, "B T"]:
     """Weight of each action, so that ``loss = (weights * per_action).sum()``. float64.
 
     sequence      1 / (length of the row * rows)       GRPO, arXiv 2402.03300
@@ -76,22 +75,22 @@ def loss_weights(
     return torch.where(total > 0, kept / total.clamp(min=1), 0.0)
 
 
-def _groups(group_ids: Tensor | None) -> IntB:
+def _groups(group_ids: Tensor | None) -> Int[Tensor, "B"]:
     if group_ids is None:
         raise ValueError("average='prompt' needs group_ids [B], the prompt of each row.")
     return group_ids
 
 
 def correction_weights(
-    old_logprobs: FloatBT,
-    sampler_logprobs: FloatBT,
-    loss_mask: BoolBT,
+    old_logprobs: Float[Tensor, "B T"],
+    sampler_logprobs: Float[Tensor, "B T"],
+    loss_mask: Bool[Tensor, "B T"],
     *,
     mode: Correction,
     level: CorrectionLevel = "token",
     low: float = 0.0,
     high: float = 3.0,
-) -> FloatBT:
+) -> Float[Tensor, "B T"]:
     """Importance weights w = exp(old_logprobs - sampler_logprobs) of the policy term, detached; 0
     where not kept.
 

@@ -20,7 +20,6 @@ from gruppo.modalities.text.decoding import FusedDecoder, KeptRow, LayeredDecodi
 from gruppo.modalities.text.layouts import Texts, Tokens, pad, stream
 from gruppo.modalities.text.static_decoding import StaticDecoding
 from gruppo.protocols import device_of
-from gruppo.shapes import FloatNV, IntN
 from gruppo.types import NumericalStop
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class RereadDecoding:
         self.advance(torch.stack([prompt[-1] for prompt in prompts]))
         self.select(owners)
 
-    def advance(self, tokens: IntN) -> None:
+    def advance(self, tokens: Int[Tensor, "N"]) -> None:
         """Append one token to each row, and read all rows again."""
         # nanochat's module refuses a single token
         columns = max(int(self.lengths.max()) + 1, 2 if self.backbone.is_plain else 1)
@@ -148,7 +147,7 @@ class CachedDecoding:
     """Decoding with cached keys and values: each prompt is read once, padded on the left, positions
     from the mask."""
 
-    logits: FloatNV
+    logits: Float[Tensor, "N V"]
 
     def __init__(self, backbone: Backbone, prompts: Texts, owners: Tensor) -> None:
         from transformers import DynamicCache
@@ -166,7 +165,7 @@ class CachedDecoding:
         self.positions = positions[:, -1]
         self.select(owners)
 
-    def advance(self, tokens: IntN) -> None:
+    def advance(self, tokens: Int[Tensor, "N"]) -> None:
         self.mask = nn.functional.pad(self.mask, (0, 1), value=True)
         self.positions = self.positions + 1
         self._forward(tokens[:, None], self.positions[:, None])

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, silu
@@ -25,7 +25,6 @@ from gruppo.modalities.common.lora import LowRank, low_rank
 from gruppo.modalities.text import flex
 from gruppo.modalities.text.layouts import AttentionBlock, Stream, attention_blocks
 from gruppo.protocols import device_of
-from gruppo.shapes import IntN
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [N, H, D], keys and values [N, K, D] of all tokens to what they attend to, [N, H, D]."""
@@ -101,7 +100,9 @@ def attention_over(stream: Stream, decoder: Decoder, like: Tensor) -> Attention:
     return lambda q, k, v: _Attention.apply(q, k, v, blocks)
 
 
-def embedded(decoder: Decoder, ids: IntN, positions: IntN) -> tuple[Tensor, Tensor, Tensor]:
+def embedded(
+    decoder: Decoder, ids: Int[Tensor, "N"], positions: Int[Tensor, "N"]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Embeddings [N, F], and cosines and sines [N, D] of the positions for ``rotate``, in float32
     or more.
 

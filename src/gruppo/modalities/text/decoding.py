@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,7 +17,6 @@ from gruppo.core.linear_head import has_hooks
 from gruppo.modalities.common.lora import LowRank, low_rank
 from gruppo.modalities.text.decoder import Decoder, attention_over, embedded, rotate
 from gruppo.modalities.text.layouts import Texts, stream
-from gruppo.shapes import FloatNV, IntN
 
 READ_AT_ONCE = 1024
 """Tokens read in one pass, so that activations stay in the processor's cache."""
@@ -55,7 +54,7 @@ class LayeredDecoding:
     there, everything else for the rows only.
     """
 
-    logits: FloatNV
+    logits: Float[Tensor, "N V"]
     columns = 32
     """Tokens by which the buffers of the keys and values of sampled tokens grow."""
     min_used_frac = 0.75
@@ -68,7 +67,7 @@ class LayeredDecoding:
         self,
         fused: FusedDecoder,
         prompts: Texts,
-        owners: IntN,
+        owners: Int[Tensor, "N"],
         prefixes: Texts | None = None,
         kept: Sequence[KeptRow | None] = (),
     ) -> None:
@@ -264,7 +263,7 @@ class LayeredDecoding:
     # --- sampling ---
 
     @torch.no_grad()
-    def advance(self, tokens: IntN) -> None:
+    def advance(self, tokens: Int[Tensor, "N"]) -> None:
         """Append one token to each row."""
         self._grow()
         column = torch.tensor([self.written], device=tokens.device)

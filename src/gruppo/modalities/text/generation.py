@@ -22,7 +22,6 @@ from gruppo.modalities.text.layouts import Texts
 from gruppo.platforms import free_bytes
 from gruppo.protocols import GenerateTokens
 from gruppo.seeds import uniforms_at
-from gruppo.shapes import IntN
 from gruppo.timeouts import describe_error
 from gruppo.types import DataError, Finish, Generated, Rollouts, Sampling, TokenBatch
 
@@ -86,7 +85,7 @@ def generate(
     uniforms: Float[Tensor, "N T"],
     sampling: Sampling,
     chat: Chat,
-    limits: IntN | None = None,
+    limits: Int[Tensor, "N"] | None = None,
     histories: Texts | None = None,
 ) -> Generated:
     """Sample until each row has an end token, a stop text, or as many tokens as uniforms.
@@ -147,7 +146,7 @@ def generate(
 
 def _stopped(
     is_open: Bool[Tensor, "N"],
-    sampled: IntN,
+    sampled: Int[Tensor, "N"],
     tokens: Int[Tensor, "N t"],
     chat: Chat,
     stop: Sequence[str],

@@ -17,8 +17,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gruppo.shapes import IntN
-
 Texts = Sequence[Int[Tensor, "L"]]
 """Token ids of some texts, each of a length of its own."""
 
@@ -80,7 +78,7 @@ class Tokens:
 class Stream(Tokens):
     """Groups one after another, and padding that no other token sees."""
 
-    positions: IntN
+    positions: Int[Tensor, "N"]
     spans: Int[Tensor, "3 N"]
     """What each token sees: its prompt's tokens, if it is of a completion, from the first index to
     before the second, and those of its own text from the third to itself."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
@@ -45,7 +45,6 @@ from gruppo.protocols import (
     ServingMixin,
     ValueHeadMixin,
 )
-from gruppo.shapes import BoolBT, FloatBT, FloatN, IntB
 from gruppo.types import (
     Finish,
     Generated,
@@ -410,7 +409,9 @@ class TextPolicy(
 
     # --- likelihood ---
 
-    def micro_batches(self, rollouts: Rollouts, loss_mask: BoolBT, budget: int) -> list[MicroBatch]:
+    def micro_batches(
+        self, rollouts: Rollouts, loss_mask: Bool[Tensor, "B T"], budget: int
+    ) -> list[MicroBatch]:
         """Split into micro-batches of at most ``budget`` tokens, prompts and padding included.
 
         Where a prompt is read once for its group, rows of a group stay together; otherwise rows of
@@ -459,7 +460,7 @@ class TextPolicy(
             values=None if values is None else _scatter(values, place, actions.shape),
         )
 
-    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> FloatBT:
+    def values(self, rollouts: Rollouts, micro_batch: MicroBatch) -> Float[Tensor, "B T"]:
         """Values before each action, 0 where mask is False; no logits are computed."""
         features, _, _, place = self._action_features(rollouts, micro_batch)
         return _scatter(self._values(features), place, micro_batch.of(rollouts.mask).shape)
@@ -528,13 +529,13 @@ class TextPolicy(
         return replace(rollouts, mask=mask)
 
 
-def _prompt_lengths(rollouts: Rollouts) -> IntB:
+def _prompt_lengths(rollouts: Rollouts) -> Int[Tensor, "B"]:
     return torch.tensor([len(ids) for ids in rollouts.shared["prompt_ids"]])[rollouts.group_ids]
 
 
 def _rollouts(
     prompts: Sequence[Prompt],
-    owners: IntB,
+    owners: Int[Tensor, "B"],
     prompt_ids: Sequence[Int[Tensor, "L"]],
     generated: Generated,
     completions: Sequence[Any],
@@ -566,7 +567,9 @@ def _rollouts(
     )
 
 
-def _scatter(values: FloatN, place: tuple[Tensor, Tensor], shape: Sequence[int]) -> FloatBT:
+def _scatter(
+    values: Float[Tensor, "N"], place: tuple[Tensor, Tensor], shape: Sequence[int]
+) -> Float[Tensor, "B T"]:
     """Put one value per action at its row and column, 0 elsewhere. A boolean mask would wait for
     the GPU."""
     return torch.zeros(shape, dtype=values.dtype, device=values.device).index_put(place, values)

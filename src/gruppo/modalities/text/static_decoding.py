@@ -6,11 +6,10 @@ import logging
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from gruppo.modalities.text.decoding import LayeredDecoding
-from gruppo.shapes import IntN
 
 log = logging.getLogger("gruppo")
 
@@ -37,7 +36,7 @@ class StaticDecoding(LayeredDecoding):
         self.steps, self.graph = 0, None
 
     @torch.no_grad()
-    def advance(self, tokens: IntN) -> None:
+    def advance(self, tokens: Int[Tensor, "N"]) -> None:
         self._grow()
         if self.steps == 0:
             self.tokens = torch.zeros_like(self.first)
